@@ -1,0 +1,1 @@
+"""Putting blasst on machines: packaging aids now, containers and manifests later."""

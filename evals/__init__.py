@@ -1,0 +1,1 @@
+"""RULER at thresholds: tasks, runner, sweep and report, over any OpenAI-compatible server."""

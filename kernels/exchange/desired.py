@@ -1,0 +1,210 @@
+"""The desired-state file: which threshold a deployment wants (DESIGN section 3).
+
+Written by one sidecar, atomically; read by every vLLM front end at request admission.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blasst.kernels.threshold import SkipThreshold, ThresholdError
+
+FILE_NAME = "desired.json"
+PREVIOUS_NAME = "desired.previous.json"
+SCHEMA_VERSION = 1
+MAX_BYTES = 65_536
+MIN_CONTEXT_MAX = 1 << 24
+
+
+class DesiredStateError(Exception):
+    """The file is unreadable, corrupt or of another schema; the message says which and what to do."""
+
+
+@dataclass(frozen=True)
+class DesiredState:
+    """threshold None = dense. min_context: prompt tokens below which requests run dense (None: the
+    engine's own setting). generation 0 = nothing was ever written."""
+
+    generation: int
+    threshold: SkipThreshold | None
+    min_context: int | None = None
+    updated_at: str = ""
+    updated_by: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.generation, bool) or self.generation < 0:
+            raise ValueError(f"generation {self.generation!r} must be a whole number >= 0")
+        if self.min_context is not None and not 0 <= self.min_context <= MIN_CONTEXT_MAX:
+            raise ValueError(
+                f"min_context {self.min_context} is outside 0..{MIN_CONTEXT_MAX} prompt tokens"
+            )
+
+
+DENSE = DesiredState(generation=0, threshold=None)
+
+
+def write_desired(folder: Path, state: DesiredState) -> None:
+    """Replace the file durably: temp + fsync + rename + folder fsync; the old file is kept beside it.
+
+    Raises OSError (folder read-only, disk full): the old file is then still in place.
+    """
+    body = _body(state)
+    record = {**body, "checksum": _checksum(body)}
+    data = (json.dumps(record, indent=1) + "\n").encode()
+    target = folder / FILE_NAME
+    fd, temp = tempfile.mkstemp(prefix=".desired-", dir=folder)
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        if target.exists():
+            link = Path(temp + ".previous")
+            os.link(target, link)
+            os.replace(link, folder / PREVIOUS_NAME)
+        os.replace(temp, target)
+    except BaseException:
+        for leftover in (temp, temp + ".previous"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(leftover)
+        raise
+    folder_fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(folder_fd)
+    finally:
+        os.close(folder_fd)
+
+
+def read_desired(path: Path) -> DesiredState:
+    """Parse one file. Raises DesiredStateError; FileNotFoundError when there is none."""
+    try:
+        with open(path, "rb") as f:
+            data = f.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise DesiredStateError(f"{path.name} cannot be read: {e.strerror}") from e
+    return parse_desired(data, path.name)
+
+
+def parse_desired(data: bytes, name: str = FILE_NAME) -> DesiredState:
+    """Raises DesiredStateError, naming what is wrong."""
+    if len(data) > MAX_BYTES:
+        raise DesiredStateError(
+            f"{name} is larger than {MAX_BYTES} bytes: not a desired-state file"
+        )
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise DesiredStateError(f"{name} is not JSON ({e}); set the threshold again") from e
+    if not isinstance(record, dict):
+        raise DesiredStateError(f"{name} holds no JSON object; set the threshold again")
+    version = record.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise DesiredStateError(
+            f"{name} has schema_version {version!r}, this release reads {SCHEMA_VERSION}: it was "
+            "written by another release; set the threshold again with this one"
+        )
+    body = {k: v for k, v in record.items() if k != "checksum"}
+    if record.get("checksum") != _checksum(body):
+        raise DesiredStateError(f"{name} fails its checksum: cut off or edited; set it again")
+    try:
+        raw = body["threshold"]
+        return DesiredState(
+            generation=_whole(body["generation"]),
+            threshold=None if raw is None else SkipThreshold.parse(raw["unit"], raw["value"]),
+            min_context=None if body["min_context"] is None else _whole(body["min_context"]),
+            updated_at=str(body["updated_at"]),
+            updated_by=str(body["updated_by"]),
+            reason=str(body["reason"]),
+        )
+    except ThresholdError as e:
+        raise DesiredStateError(f"{name}: {e}") from e
+    except (KeyError, TypeError, ValueError) as e:
+        raise DesiredStateError(f"{name} lacks a field or has a wrong type: {e!r}") from e
+
+
+class DesiredReader:
+    """Cheap repeated reads for one folder: one stat a call, a parse only when the file changed.
+
+    On any error the last good state stays in force (dense, if there was none) and `errors` counts
+    the failed reads of each changed file; `last_error` is "" again after the next good read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE_NAME
+        self.errors = 0
+        self.last_error = ""
+        self._state = DENSE
+        self._seen: tuple[int, int, int] | str | None = "never"
+        self._lock = threading.Lock()
+
+    def current(self) -> DesiredState:
+        """The state in force now. Never raises."""
+        with self._lock:
+            try:
+                stat = os.stat(self.path)
+                seen: tuple[int, int, int] | str | None = (
+                    stat.st_mtime_ns,
+                    stat.st_ino,
+                    stat.st_size,
+                )
+            except FileNotFoundError:
+                seen = None
+            except OSError as e:
+                seen = f"{self.path.name} cannot be read: {e.strerror}"
+            if seen != self._seen:
+                self._seen = seen
+                self._reload(seen)
+            return self._state
+
+    def _reload(self, seen: tuple[int, int, int] | str | None) -> None:
+        try:
+            if isinstance(seen, str):
+                raise DesiredStateError(seen)
+            if seen is None:
+                if self._state.generation:
+                    raise DesiredStateError(f"{self.path.name} is gone; the last good value stays")
+                return
+            self._state = read_desired(self.path)
+            self.last_error = ""
+        except FileNotFoundError:
+            self._seen = "never"
+        except DesiredStateError as e:
+            self.errors += 1
+            self.last_error = str(e)
+
+
+def _body(state: DesiredState) -> dict[str, Any]:
+    threshold = state.threshold
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "generation": state.generation,
+        "threshold": None
+        if threshold is None
+        else {"unit": threshold.unit, "value": threshold.value},
+        "min_context": state.min_context,
+        "updated_at": state.updated_at,
+        "updated_by": state.updated_by,
+        "reason": state.reason,
+    }
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is not a whole number")
+    return value

@@ -1,0 +1,94 @@
+"""What the two kinds of statistics page hold, and the bounded label sets they are counted by."""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from blasst.kernels.exchange.stats import Field
+from blasst.kernels.threshold import lambda_to_mag
+
+RANK = "rank"
+"""Page of one worker rank. Labels: engine, rank, pid, model_name, impl, first_layer, first_kv_head."""
+
+FRONT = "front"
+"""Page of one vLLM front end. Labels: pid, model_name, vllm_version."""
+
+LAMBDA_CLASSES = (
+    "dense",
+    "lambda_0",
+    "mag_ge_10000",
+    "mag_7000_9999",
+    "mag_4500_6999",
+    "mag_2500_4499",
+    "mag_1500_2499",
+    "mag_1000_1499",
+    "mag_lt_1000",
+)
+_MAG_EDGES = (1000.0, 1500.0, 2500.0, 4500.0, 7000.0, 10000.0)
+
+LENGTH_EDGES = tuple(1024 << i for i in range(11))
+"""Upper bounds (prompt tokens, inclusive) of the prompt-length classes: 1K to 1M; above: last class."""
+
+LENGTH_CLASSES = (
+    *(f"le_{edge >> 10}k" if edge < 1 << 20 else "le_1m" for edge in LENGTH_EDGES),
+    "gt_1m",
+)
+
+TTFT_BUCKETS_S = tuple(round(0.005 * 1.1**i, 6) for i in range(120))
+"""5 ms to about 420 s in steps of 10%: a 5% shift moves half a bucket of the counts."""
+
+RANK_COUNTERS = (
+    "prefill_requests_vote",
+    "prefill_requests_dense",
+    "prefill_tokens_vote",
+    "prefill_tokens_dense",
+    "decode_tokens",
+    "unstamped_requests",
+)
+"""Scalars of a rank page; "requests" counts (request, step) pairs, "tokens" query tokens."""
+
+
+def lambda_class(skip_lambda: float | None) -> str:
+    """The class that a request's lambda is counted under; None = dense."""
+    if skip_lambda is None:
+        return "dense"
+    if skip_lambda == 0.0:
+        return "lambda_0"
+    mag = lambda_to_mag(skip_lambda)
+    return LAMBDA_CLASSES[len(LAMBDA_CLASSES) - 1 - bisect.bisect_right(_MAG_EDGES, mag)]
+
+
+def length_class(prompt_tokens: int) -> str:
+    """The class of a prompt's length."""
+    return LENGTH_CLASSES[bisect.bisect_left(LENGTH_EDGES, prompt_tokens)]
+
+
+def ttft_bucket(seconds: float) -> int:
+    """Index into TTFT_BUCKETS_S + (inf,) of one observation (non-cumulative)."""
+    return bisect.bisect_left(TTFT_BUCKETS_S, seconds) if not math.isnan(seconds) else -1
+
+
+def rank_fields(num_layers: int, num_kv_heads: int) -> tuple[Field, ...]:
+    """tiles: [layer, kv_head, {visited, skipped}] of this rank's layers and kv heads."""
+    return (
+        Field("tiles", (num_layers, num_kv_heads, 2)),
+        *(Field(name, (1,)) for name in RANK_COUNTERS),
+    )
+
+
+def front_fields() -> tuple[Field, ...]:
+    """[lambda class, length class] tables; generations as last read and as last stamped."""
+    table = (len(LAMBDA_CLASSES), len(LENGTH_CLASSES))
+    return (
+        Field("requests_admitted", table),
+        Field("ttft_count", table),
+        Field("ttft_sum_seconds", table, "d"),
+        Field("ttft_bucket", (*table, len(TTFT_BUCKETS_S) + 1)),
+        Field("generation_read", (1,)),
+        Field("generation_stamped", (1,)),
+        Field("desired_read_errors", (1,)),
+        Field("requests_rejected", (1,)),
+        Field("threshold_lambda", (1,), "d"),
+        Field("threshold_mag", (1,), "d"),
+    )

@@ -1,0 +1,1 @@
+"""The vLLM plugin: `--attention-backend blasst`. The only package that imports vLLM."""

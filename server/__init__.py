@@ -1,0 +1,1 @@
+"""The sidecar: sets the threshold of a deployment while it serves, and shows what that did."""

@@ -1,0 +1,1 @@
+"""The verbs of the `blasst` program that belong to the server."""
