@@ -20,6 +20,7 @@ MAG_MAX = 126_000.0
 
 Unit = Literal["lambda", "mag", "scale"]
 UNITS: tuple[Unit, ...] = ("lambda", "mag", "scale")
+_EXAMPLES = {"lambda": "0.05", "mag": "2500", "scale": "1000"}
 
 
 class ThresholdError(ValueError):
@@ -34,7 +35,7 @@ def mag_to_lambda(mag: float) -> float:
             f"MAG {mag:g} is outside 0 < MAG <= {MAG_MAX:g} (lambda = 2 ** (-MAG / 1000) must stay "
             "in (0, 1)); usual values are 1000 to 14000, a higher MAG skips less"
         )
-    skip_lambda = 2.0 ** (-mag / 1000.0)
+    skip_lambda = math.exp2(-mag / 1000.0)
     if skip_lambda >= 1.0:
         raise ThresholdError(f"MAG {mag!r} rounds to lambda 1; give at least 1e-12")
     return skip_lambda
@@ -48,7 +49,7 @@ def lambda_to_mag(skip_lambda: float) -> float:
     mag = -1000.0 * math.log2(skip_lambda)
     for digits in range(13):
         short = round(mag, digits)
-        if short > 0 and 2.0 ** (-short / 1000.0) == skip_lambda:
+        if short > 0 and math.exp2(-short / 1000.0) == skip_lambda:
             return short
     return mag
 
@@ -74,11 +75,11 @@ def log2_to_lambda(log2_lambda: float) -> float:
     """lambda of its log2 (-inf gives 0). Raises ThresholdError unless log2_lambda < 0."""
     if isinstance(log2_lambda, bool) or math.isnan(log2_lambda) or log2_lambda >= 0.0:
         raise ThresholdError(f"log2(lambda) {log2_lambda!r} must be below 0, so that lambda < 1")
-    return check_lambda(2.0**log2_lambda)
+    return check_lambda(math.exp2(log2_lambda))
 
 
 def scale_to_lambda(scale: float, length: int) -> float:
-    """lambda = scale / length, clamped to LAMBDA_MAX with a warning. length: prompt tokens, final."""
+    """lambda = scale / length, clamped to LAMBDA_MAX with a warning; length: final prompt tokens."""
     scale = _finite("scale", scale)
     if scale < 0:
         raise ThresholdError(f"scale {scale:g} is negative; scale = lambda * L is at least 0")
@@ -103,7 +104,7 @@ def lambda_to_scale(skip_lambda: float, length: int) -> float:
 
 @dataclass(frozen=True)
 class SparsityCurve:
-    """Calibrated lambda * L = a * exp(b * target), target = skip rate in [0, 1) (BLASST, Alg. 2)."""
+    """Calibrated lambda * L = a * exp(b * target), target = skip rate in 0..1 (BLASST, Alg. 2)."""
 
     a: float
     b: float
@@ -129,7 +130,7 @@ class SparsityCurve:
 
 @dataclass(frozen=True)
 class SkipThreshold:
-    """A threshold as the user gave it: unit and value are kept, so that nothing is lost by rounding.
+    """A threshold as the user gave it: unit and value are kept, so nothing is lost by rounding.
 
     Raises ThresholdError at construction for NaN, infinite, negative or too large values.
     """
@@ -152,22 +153,20 @@ class SkipThreshold:
     @classmethod
     def parse(cls, unit: str, value: object) -> SkipThreshold:
         """From outside input: a number, or a string that is one. Raises ThresholdError."""
-        if unit not in UNITS:
+        known = next((u for u in UNITS if u == unit), None)
+        if known is None:
             raise ThresholdError(f"unit {unit!r} is unknown; choose one of {', '.join(UNITS)}")
         if isinstance(value, str):
             try:
-                value = float(value)
+                number = float(value)
             except ValueError:
                 raise ThresholdError(
-                    f"{unit} {value[:40]!r} is not a number; give one such as "
-                    f"{'2500' if unit == 'mag' else '0.05' if unit == 'lambda' else '1000'}"
+                    f"{unit} {value[:40]!r} is not a number; give one such as {_EXAMPLES[known]}"
                 ) from None
+            return cls(known, number)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ThresholdError(f"{unit} must be a number, not {type(value).__name__}")
-        try:
-            return cls(unit, float(value))  # type: ignore[arg-type]
-        except OverflowError:
-            raise ThresholdError(f"{unit} is too large to be a number") from None
+        return cls(known, _finite(unit, value))
 
     def skip_lambda(self, length: int | None = None) -> float:
         """lambda for a prompt of `length` tokens (its final length; only `scale` needs it)."""

@@ -25,7 +25,7 @@ MIN_CONTEXT_MAX = 1 << 24
 
 
 class DesiredStateError(Exception):
-    """The file is unreadable, corrupt or of another schema; the message says which and what to do."""
+    """The file is unreadable, corrupt or of another schema; the message says which and the cure."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ DENSE = DesiredState(generation=0, threshold=None)
 
 
 def write_desired(folder: Path, state: DesiredState) -> None:
-    """Replace the file durably: temp + fsync + rename + folder fsync; the old file is kept beside it.
+    """Replace the file durably: temp + fsync + rename + folder fsync; the old file stays beside it.
 
     Raises OSError (folder read-only, disk full): the old file is then still in place.
     """

@@ -9,10 +9,10 @@ from blasst.kernels.exchange.stats import Field
 from blasst.kernels.threshold import lambda_to_mag
 
 RANK = "rank"
-"""Page of one worker rank. Labels: engine, rank, pid, model_name, impl, first_layer, first_kv_head."""
+"""Page of one rank; labels engine, rank, pid, model_name, impl, first_layer, first_kv_head."""
 
 FRONT = "front"
-"""Page of one vLLM front end. Labels: pid, model_name, vllm_version."""
+"""Page of one vLLM front end; labels pid, model_name, vllm_version."""
 
 LAMBDA_CLASSES = (
     "dense",
@@ -28,7 +28,7 @@ LAMBDA_CLASSES = (
 _MAG_EDGES = (1000.0, 1500.0, 2500.0, 4500.0, 7000.0, 10000.0)
 
 LENGTH_EDGES = tuple(1024 << i for i in range(11))
-"""Upper bounds (prompt tokens, inclusive) of the prompt-length classes: 1K to 1M; above: last class."""
+"""Upper bounds (prompt tokens, inclusive) of the prompt-length classes, 1K to 1M."""
 
 LENGTH_CLASSES = (
     *(f"le_{edge >> 10}k" if edge < 1 << 20 else "le_1m" for edge in LENGTH_EDGES),
