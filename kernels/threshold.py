@@ -79,7 +79,7 @@ def log2_to_lambda(log2_lambda: float) -> float:
 
 
 def scale_to_lambda(scale: float, length: int) -> float:
-    """lambda = scale / length, clamped to LAMBDA_MAX with a warning; length: final prompt tokens."""
+    """lambda = scale / length, clamped to LAMBDA_MAX with a warning; length: prompt tokens."""
     scale = _finite("scale", scale)
     if scale < 0:
         raise ThresholdError(f"scale {scale:g} is negative; scale = lambda * L is at least 0")
