@@ -1,0 +1,42 @@
+# `make demo` and `make test` do their own set-up; a second run reuses what the first installed.
+SHELL := /bin/sh
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := kernels plugin server evals deploy
+# The folder kernels/ must never shadow the package of that name: keep the root off sys.path.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help demo test lint types unit browser setup data clean
+help:
+	@echo "make demo   serve SmolLM2-135M with the blasst backend on this CPU and sweep thresholds"
+	@echo "make test   lint, types and every test"
+	@echo "make clean  remove the virtual environment and what builds left (caches of models stay)"
+
+setup:
+	@deploy/cpu/install.sh $(VENV)
+
+data: setup
+	@$(BIN)/blasst ruler fetch
+
+demo: data
+	@exec $(BIN)/blasst demo
+
+test: lint types unit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	@mkdir -p $(VENV)/types/blasst
+	@for p in $(PACKAGES); do ln -sfn "$(CURDIR)/$$p" $(VENV)/types/blasst/$$p; done
+	cd $(VENV)/types && ../bin/mypy --config-file "$(CURDIR)/pyproject.toml" $(PACKAGES:%=-p blasst.%)
+
+browser:
+	@.ci/browser
+
+unit: data browser
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-report

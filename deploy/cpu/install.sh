@@ -1,0 +1,53 @@
+#!/bin/sh
+# Install blasst with the CPU builds of torch and vLLM into a virtual environment, from the lock.
+#   deploy/cpu/install.sh VENV          (run again at any time: it stops early when all is current)
+set -eu
+
+venv=${1:?usage: install.sh VENV}
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+lock=$here/lock.txt
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONSAFEPATH=1
+
+say() { printf 'install: %s\n' "$*" >&2; }
+die() { printf 'install: error: %s\n' "$*" >&2; exit 2; }
+
+find_python() {
+    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+            2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+stamp=$(cat "$lock" "$root/pyproject.toml" "$0" | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$venv/.blasst-stamp" 2>/dev/null)" = "$stamp $root" ]; then
+    exit 0
+fi
+
+if [ ! -x "$venv/bin/python" ]; then
+    python=$(find_python) || die "no Python 3.11 or 3.12 found (looked at: ${PYTHON:-python3.11 python3.12 python3}); install one, or set PYTHON=/path/to/python"
+    say "virtual environment $venv from $($python --version)"
+    "$python" -m venv "$venv" 2>/dev/null || die "$python cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"
+fi
+pip() { "$venv/bin/python" -m pip "$@"; }
+
+torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$lock")
+say "1/3 $torch (CPU build), vLLM and the rest of $(grep -c == "$lock") pinned packages"
+pip install -q --no-deps -r "$lock"
+if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    # PyPI's wheel is the CUDA build, which needs its libraries to import even on a CPU.
+    say "$torch came as a CUDA build: fetching its libraries too (about 3 GB). To get the small one, set"
+    say "PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and run again with a new environment."
+    pip install -q "$torch"
+fi
+say "2/3 metadata of vLLM for the CPU build"
+pip install -q --no-deps --no-build-isolation "$here/vllm-metadata"
+say "3/3 blasst, editable"
+pip install -q --no-deps --no-build-isolation -e "$root"
+"$venv/bin/python" -c 'import torch, vllm._version, blasst.kernels.threshold' || die "the environment does not import; remove $venv and run again"
+printf '%s %s' "$stamp" "$root" >"$venv/.blasst-stamp"
+say "ready: $(du -sh "$venv" | cut -f1) in $venv"
