@@ -1,0 +1,169 @@
+"""All statistics pages of one folder: read at most once an interval, and added up per process.
+
+Pages of the same engine and rank (a restarted worker, a dead one that nobody removed) add up, so
+that a counter seen from outside never falls while its page exists.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blasst.kernels.exchange.layout import (
+    FRONT,
+    LAMBDA_CLASSES,
+    LENGTH_CLASSES,
+    RANK,
+    RANK_COUNTERS,
+    TTFT_BUCKETS_S,
+    front_fields,
+)
+from blasst.kernels.exchange.stats import StatsPage, iter_stats
+
+_FRONT_SHAPES = {f.name: f.shape for f in front_fields()}
+
+
+@dataclass
+class RankTotals:
+    """One rank of one engine. tiles: (layer, kv head) of the whole model -> (visited, skipped)."""
+
+    model_name: str
+    engine: str
+    rank: str
+    impl: str = ""
+    alive: bool = False
+    updated_at: float = 0.0
+    tiles: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RANK_COUNTERS, 0))
+
+
+@dataclass
+class ClassTotals:
+    """Requests of one (model, lambda class, prompt-length class). buckets: not cumulative."""
+
+    admitted: int = 0
+    ttft_count: int = 0
+    ttft_sum_s: float = 0.0
+    ttft_buckets: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
+
+
+@dataclass
+class ModelTotals:
+    """What the front ends of one model counted; only classes that saw a request."""
+
+    desired_read_errors: int = 0
+    requests_rejected: int = 0
+    classes: dict[tuple[str, str], ClassTotals] = field(default_factory=dict)
+
+
+class CachedPages:
+    """Thread-safe: however many callers, the files are read at most once in `max_age_s`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        max_age_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read_at: float | None = None
+        self._pages: tuple[StatsPage, ...] = ()
+
+    def pages(self) -> tuple[StatsPage, ...]:
+        """Pages of a layout that this release knows; a missing or closed folder gives none."""
+        with self._lock:
+            now = self._clock()
+            if self._read_at is None or now - self._read_at >= self._max_age_s:
+                self._pages = _read(self.folder)
+                self._read_at = now
+            return self._pages
+
+
+def rank_totals(pages: Iterable[StatsPage]) -> list[RankTotals]:
+    """Rank pages added up per (model, engine, rank), in that order."""
+    totals: dict[tuple[str, str, str], RankTotals] = {}
+    for page in pages:
+        if page.kind != RANK:
+            continue
+        labels = page.labels
+        key = (labels.get("model_name", ""), labels.get("engine", "0"), labels.get("rank", "0"))
+        total = totals.setdefault(key, RankTotals(*key))
+        total.alive |= page.alive
+        if page.updated_at >= total.updated_at:
+            total.updated_at = page.updated_at
+            total.impl = labels.get("impl", "")
+        _add_tiles(total, page)
+        for name in RANK_COUNTERS:
+            total.counters[name] += int(page.scalar(name))
+    return [totals[key] for key in sorted(totals)]
+
+
+def model_totals(pages: Iterable[StatsPage]) -> dict[str, ModelTotals]:
+    """Front-end pages added up per model name."""
+    totals: dict[str, ModelTotals] = {}
+    for page in pages:
+        if page.kind != FRONT:
+            continue
+        total = totals.setdefault(page.labels.get("model_name", ""), ModelTotals())
+        total.desired_read_errors += int(page.scalar("desired_read_errors"))
+        total.requests_rejected += int(page.scalar("requests_rejected"))
+        _add_classes(total, page)
+    return totals
+
+
+def _read(folder: Path) -> tuple[StatsPage, ...]:
+    try:
+        return tuple(page for page in iter_stats(folder) if _known(page))
+    except OSError:
+        return ()
+
+
+def _known(page: StatsPage) -> bool:
+    shapes = {f.name: f.shape for f in page.fields}
+    if page.kind == FRONT:
+        return all(shapes.get(name) == shape for name, shape in _FRONT_SHAPES.items())
+    tiles = shapes.get("tiles", ())
+    return (
+        page.kind == RANK
+        and len(tiles) == 3
+        and tiles[2] == 2
+        and all(shapes.get(name) == (1,) for name in RANK_COUNTERS)
+        and page.labels.get("first_layer", "0").isdecimal()
+        and page.labels.get("first_kv_head", "0").isdecimal()
+    )
+
+
+def _add_tiles(total: RankTotals, page: StatsPage) -> None:
+    layers, heads, _ = page.shape("tiles")
+    tiles = page.arrays["tiles"]
+    first_layer = int(page.labels.get("first_layer", "0"))
+    first_head = int(page.labels.get("first_kv_head", "0"))
+    for layer in range(layers):
+        for head in range(heads):
+            at = 2 * (layer * heads + head)
+            where = (first_layer + layer, first_head + head)
+            visited, skipped = total.tiles.get(where, (0, 0))
+            total.tiles[where] = (visited + int(tiles[at]), skipped + int(tiles[at + 1]))
+
+
+def _add_classes(total: ModelTotals, page: StatsPage) -> None:
+    arrays = page.arrays
+    width = len(TTFT_BUCKETS_S) + 1
+    for i, lambda_class in enumerate(LAMBDA_CLASSES):
+        for j, length_class in enumerate(LENGTH_CLASSES):
+            at = i * len(LENGTH_CLASSES) + j
+            admitted, count = int(arrays["requests_admitted"][at]), int(arrays["ttft_count"][at])
+            if not admitted and not count:
+                continue
+            entry = total.classes.setdefault((lambda_class, length_class), ClassTotals())
+            entry.admitted += admitted
+            entry.ttft_count += count
+            entry.ttft_sum_s += arrays["ttft_sum_seconds"][at]
+            row = arrays["ttft_bucket"][at * width : (at + 1) * width]
+            entry.ttft_buckets = [a + int(b) for a, b in zip(entry.ttft_buckets, row, strict=True)]

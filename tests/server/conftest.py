@@ -1,0 +1,137 @@
+"""Statistics pages as two ranks and one or more front ends of vLLM would write them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from blasst.kernels.exchange.layout import (
+    FRONT,
+    LAMBDA_CLASSES,
+    LENGTH_CLASSES,
+    RANK,
+    TTFT_BUCKETS_S,
+    front_fields,
+    lambda_class,
+    length_class,
+    rank_fields,
+    ttft_bucket,
+)
+from blasst.kernels.exchange.stats import StatsWriter
+from blasst.kernels.threshold import lambda_to_mag
+
+LAYERS, HEADS = 3, 2
+
+
+class FakeEngine:
+    """One engine of LAYERS layers whose two ranks hold HEADS kv heads each, and its front ends."""
+
+    def __init__(self, stats: Path, model: str = "tiny") -> None:
+        stats.mkdir(parents=True, exist_ok=True)
+        self.stats = stats
+        self.model = model
+        self.writers: list[StatsWriter] = []
+        self.tables: dict[str, list[list[float]]] = {}
+
+    def rank(self, rank: int = 0, *, visited: int = 100, engine: int = 0) -> StatsWriter:
+        """Layer l skips 10 * (l + 1) % of `visited`, so each row of the heat map differs."""
+        writer = StatsWriter(
+            self.stats,
+            f"rank-{engine}-{rank}-{1000 + rank}",
+            kind=RANK,
+            labels={
+                "engine": str(engine),
+                "rank": str(rank),
+                "pid": str(1000 + rank),
+                "model_name": self.model,
+                "impl": "cpu",
+                "first_layer": "0",
+                "first_kv_head": str(rank * HEADS),
+            },
+            fields=rank_fields(LAYERS, HEADS),
+        )
+        tiles = [
+            n
+            for layer in range(LAYERS)
+            for _ in range(HEADS)
+            for n in (visited, visited * (layer + 1) // 10)
+        ]
+        writer.update(tiles=tiles, prefill_tokens_vote=4096, decode_tokens=7)
+        self.writers.append(writer)
+        return writer
+
+    def front(self, pid: int = 42, *, generation: int = 0, stamped: int | None = None) -> str:
+        writer = StatsWriter(
+            self.stats,
+            f"front-{pid}",
+            kind=FRONT,
+            labels={"pid": str(pid), "model_name": self.model, "vllm_version": "0.32.0"},
+            fields=front_fields(),
+        )
+        self.writers.append(writer)
+        self.acknowledge(generation, stamped, writer)
+        return writer.path.name
+
+    def acknowledge(
+        self, generation: int, stamped: int | None = None, writer: StatsWriter | None = None
+    ) -> None:
+        (writer or self.writers[-1]).update(
+            generation_read=generation,
+            generation_stamped=generation if stamped is None else stamped,
+            threshold_lambda=math.nan,
+            threshold_mag=math.nan,
+        )
+
+    def requests(self, skip_lambda: float | None, tokens: int, ttfts: list[float]) -> None:
+        """Record requests of one class on the front end made last."""
+        writer = self.writers[-1]
+        row = LAMBDA_CLASSES.index(lambda_class(skip_lambda))
+        cell = row * len(LENGTH_CLASSES) + LENGTH_CLASSES.index(length_class(tokens))
+        cells, width = len(LAMBDA_CLASSES) * len(LENGTH_CLASSES), len(TTFT_BUCKETS_S) + 1
+        admitted, count, total, buckets = self.tables.setdefault(
+            writer.path.name,
+            [[0] * cells, [0] * cells, [0.0] * cells, [0] * (cells * width)],
+        )
+        for seconds in ttfts:
+            admitted[cell] += 1
+            count[cell] += 1
+            total[cell] += seconds
+            buckets[cell * width + ttft_bucket(seconds)] += 1
+        writer.update(
+            requests_admitted=admitted,
+            ttft_count=count,
+            ttft_sum_seconds=total,
+            ttft_bucket=buckets,
+            threshold_lambda=math.nan if skip_lambda is None else skip_lambda,
+            threshold_mag=lambda_to_mag(skip_lambda) if skip_lambda else math.nan,
+        )
+
+    def kill(self, name: str) -> Path:
+        """Leave the page as a killed writer leaves it: still there, and no longer locked."""
+        writer = next(w for w in self.writers if w.path.name == name)
+        copy = shutil.copyfile(writer.path, writer.path.with_suffix(".copy"))
+        writer.close()
+        self.writers.remove(writer)
+        return copy.rename(writer.path)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+@pytest.fixture
+def fake_engine(tmp_path: Path) -> Iterator[Callable[..., FakeEngine]]:
+    """Make engines whose pages lie in `<state folder>/stats`, the state folder being tmp_path."""
+    engines: list[FakeEngine] = []
+
+    def make(stats: Path | None = None, model: str = "tiny") -> FakeEngine:
+        engines.append(FakeEngine(stats or tmp_path / "stats", model))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
