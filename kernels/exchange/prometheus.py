@@ -38,6 +38,7 @@ class PagesCollector:
     """A prometheus_client collector over one folder of pages; give it to `register`.
 
     The pages are read at most once in `max_age_s`, however often the registry is scraped.
+    desired_generation: the generation wanted now, or None while it is not known (the sidecar's).
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class PagesCollector:
         *,
         max_age_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        desired_generation: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.cache = CachedPages(stats_folder, max_age_s, clock)
+        self._desired_generation = desired_generation
 
     def register(self, registry: CollectorRegistry) -> None:
         """Duck-typed: a base class would import prometheus_client with this module."""
@@ -65,7 +68,7 @@ class PagesCollector:
         yield _build_info(fronts)
         yield from _tiles(ranks)
         yield from _rank_counters(ranks)
-        yield from _front_gauges(fronts)
+        yield from _front_gauges(fronts, self._desired_generation())
         yield from _front_counters(models)
         yield from _pages(pages)
 
@@ -147,7 +150,7 @@ def _rank_counters(ranks: Sequence[RankTotals]) -> Iterator[Metric]:
     )
 
 
-def _front_gauges(fronts: Sequence[StatsPage]) -> Iterator[Metric]:
+def _front_gauges(fronts: Sequence[StatsPage], desired: int | None) -> Iterator[Metric]:
     def name(page: StatsPage) -> str:
         return page.name.removesuffix(SUFFIX)
 
@@ -168,15 +171,18 @@ def _front_gauges(fronts: Sequence[StatsPage]) -> Iterator[Metric]:
         _FRONT,
         threshold("threshold_mag"),
     )
+    generations: list[_Row] = [
+        ((state, name(p), p.labels.get("model_name", "")), p.scalar(f"generation_{state}"))
+        for p in fronts
+        for state in ("read", "stamped")
+    ]
+    if desired is not None:
+        generations.append((("desired", "", ""), float(desired)))
     yield _gauge(
         "blasst_threshold_generation",
-        "Generation of the deployment threshold that a front end read, and last stamped on one.",
+        "Generation of the deployment threshold: desired; read and last stamped by a front end.",
         ("state", *_FRONT),
-        [
-            ((state, name(p), p.labels.get("model_name", "")), p.scalar(f"generation_{state}"))
-            for p in fronts
-            for state in ("read", "stamped")
-        ],
+        generations,
     )
 
 
