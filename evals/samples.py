@@ -1,0 +1,160 @@
+"""Samples of a task at a length: drawn from their own seed, filled up to the length, checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blasst.evals.errors import InputError
+from blasst.evals.prompts import EncodedPrompt, PromptEncoder
+from blasst.evals.tasks import Draft, Haystack, Task, task_named
+
+MIN_LENGTH = 512
+MAX_LENGTH = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """prompt, gold: token ids. needles: index in `prompt` of the first token of each needle, in
+    document order. length: nominal tokens; prompt + max_tokens and prompt + gold stay within it."""
+
+    id: str
+    task: str
+    length: int
+    index: int
+    seed: int
+    prompt: tuple[int, ...]
+    gold: tuple[int, ...]
+    answers: tuple[str, ...]
+    max_tokens: int
+    needles: tuple[int, ...]
+    prompt_format: str
+    tokenizer_sha256: str
+
+    @property
+    def prompt_sha256(self) -> str:
+        """Of the ids of prompt and gold answer: two equal ones are the same measurement."""
+        text = f"{','.join(map(str, self.prompt))}|{','.join(map(str, self.gold))}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def depths(self) -> tuple[float, ...]:
+        """Where each needle begins, as a share of the prompt's tokens."""
+        return tuple(place / len(self.prompt) for place in self.needles)
+
+
+def sample_id(task: str, length: int, seed: int, index: int) -> str:
+    return f"{task}/{length}/{seed}/{index}"
+
+
+def generate(
+    task_name: str,
+    length: int,
+    count: int,
+    *,
+    seed: int,
+    encoder: PromptEncoder,
+    haystack: Haystack,
+) -> Iterator[Sample]:
+    """Samples 0..count-1; each depends on (seed, task, length, its index) alone."""
+    task = task_named(task_name)
+    if not MIN_LENGTH <= length <= MAX_LENGTH:
+        raise InputError(
+            f"length {length} is outside {MIN_LENGTH}..{MAX_LENGTH} tokens; usual: 2048 to 131072"
+        )
+    if count < 1:
+        raise InputError(f"{count} samples: give at least 1")
+    for index in range(count):
+        rng = random.Random(f"{seed}:{task_name}:{length}:{index}")
+        draft = task.draw(rng, haystack)
+        gold = encoder.encode_answer(draft.gold)
+        encoded = _fill(task, draft, length, max(task.max_tokens, len(gold)), encoder)
+        yield Sample(
+            id=sample_id(task_name, length, seed, index),
+            task=task_name,
+            length=length,
+            index=index,
+            seed=seed,
+            prompt=encoded.ids,
+            gold=gold,
+            answers=draft.answers,
+            max_tokens=task.max_tokens,
+            needles=encoded.places,
+            prompt_format=encoder.format.name,
+            tokenizer_sha256=encoder.sha256,
+        )
+
+
+def _fill(
+    task: Task, draft: Draft, length: int, reserve: int, encoder: PromptEncoder
+) -> EncodedPrompt:
+    """The prompt with the largest haystack that leaves `reserve` tokens free within `length`.
+
+    Regula falsi on size -> tokens, kept inside a bracket: three or four encodings, not thirteen.
+    """
+
+    def at(size: int) -> EncodedPrompt:
+        text = draft.render(size)
+        return encoder.encode(text.user, text.prefix, text.marks)
+
+    room = length - reserve
+    low, best = task.min_size, at(task.min_size)
+    if len(best.ids) > room:
+        raise InputError(
+            f"length {length} is too short for {task.name}: the smallest prompt has "
+            f"{len(best.ids)} tokens and {reserve} are kept for the answer; give a longer length"
+        )
+    high: int | None = None
+    per_unit = task.step
+    while high is None or high - low > 1:
+        guess = low + max(1, int((room - len(best.ids)) / per_unit))
+        if high is not None:
+            guess = min(guess, high - 1)
+        tried = at(guess)
+        per_unit = max((len(tried.ids) - len(best.ids)) / (guess - low), 0.05)
+        if len(tried.ids) <= room:
+            low, best = guess, tried
+        else:
+            high = guess
+    if len(best.ids) + reserve > length:
+        raise AssertionError(f"{len(best.ids)} + {reserve} tokens exceed {length}")
+    return best
+
+
+def write_samples(path: Path, samples: Iterator[Sample]) -> int:
+    """One JSON object a line, complete or not there at all; returns how many."""
+    count = 0
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as f:
+        for sample in samples:
+            f.write(json.dumps(asdict(sample), separators=(",", ":")) + "\n")
+            count += 1
+    partial.replace(path)
+    return count
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Raises InputError naming the line that is no sample."""
+    samples = []
+    try:
+        with open(path, encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                try:
+                    samples.append(_parse(json.loads(line)))
+                except (ValueError, KeyError, TypeError) as e:
+                    raise InputError(f"{path}, line {number}, is not a sample: {e!r}") from e
+    except OSError as e:
+        raise InputError(f"{path} cannot be read: {e.strerror}") from e
+    if not samples:
+        raise InputError(f"{path} holds no samples; make some with `blasst ruler generate`")
+    return samples
+
+
+def _parse(record: dict[str, Any]) -> Sample:
+    lists = {name: tuple(record.pop(name)) for name in ("prompt", "gold", "answers", "needles")}
+    return Sample(**record, **lists)
