@@ -1,0 +1,190 @@
+"""One vLLM front end: admits requests, and keeps its statistics page up to date.
+
+A daemon thread reads the desired state and writes the page a few times a second, so that
+convergence shows while no request comes, and admission never waits for a file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from array import array
+from pathlib import Path
+from typing import Any
+
+from blasst.kernels.exchange.desired import DENSE, DesiredReader, DesiredState
+from blasst.kernels.exchange.layout import (
+    FRONT,
+    LAMBDA_CLASSES,
+    LENGTH_CLASSES,
+    RANK,
+    TTFT_BUCKETS_S,
+    front_fields,
+    lambda_class,
+    length_class,
+    ttft_bucket,
+)
+from blasst.kernels.exchange.stats import StatsWriter, iter_stats
+from blasst.kernels.threshold import lambda_to_mag
+from blasst.plugin.admission import AdmissionError, Deployment, Wish, decide, parse_wish
+from blasst.plugin.log import logger
+from blasst.plugin.settings import Settings
+from blasst.plugin.stamp import Stamp
+
+_BUCKETS = len(TTFT_BUCKETS_S) + 1
+_CELLS = len(LAMBDA_CLASSES) * len(LENGTH_CLASSES)
+
+
+def cell(stamp: Stamp, prompt_tokens: int) -> int:
+    """Index of a request's (lambda class, length class) in the flat tables of a front page."""
+    row = LAMBDA_CLASSES.index(lambda_class(stamp.skip_lambda))
+    return row * len(LENGTH_CLASSES) + LENGTH_CLASSES.index(length_class(prompt_tokens))
+
+
+class FrontEnd:
+    """Thread-safe. `refusal`: why no layer can skip, if the configuration alone says so."""
+
+    def __init__(
+        self, settings: Settings, model_name: str, vllm_version: str, refusal: str | None
+    ) -> None:
+        self.settings = settings
+        self.model_name = model_name
+        self._refusal = refusal
+        self._worker_refusal: str | None = None
+        self._saw_ranks = False
+        self._reader = DesiredReader(settings.state_dir) if settings.state_dir else None
+        self._lock = threading.Lock()
+        self._admitted = array("q", bytes(8 * _CELLS))
+        self._ttft_count = array("q", bytes(8 * _CELLS))
+        self._ttft_sum = array("d", bytes(8 * _CELLS))
+        self._ttft_bucket = array("q", bytes(8 * _CELLS * _BUCKETS))
+        self._rejected = 0
+        self._generation_stamped = 0
+        self._dirty = True
+        self._logged_error = ""
+        self._page = _open_page(settings.stats_dir, model_name, vllm_version)
+        self._stop = threading.Event()
+        self._tick()
+        self._thread = threading.Thread(target=self._run, name="blasst-front", daemon=True)
+        self._thread.start()
+
+    def wish(self, extra_args: Any) -> Wish:
+        """What the request asks for. Raises AdmissionError, counted."""
+        try:
+            return parse_wish(extra_args)
+        except AdmissionError:
+            self._reject()
+            raise
+
+    def admit(self, wish: Wish, prompt_tokens: int) -> Stamp:
+        """The stamp of a request. Raises AdmissionError, counted."""
+        deployment = Deployment.of(self._desired(), self.settings)
+        try:
+            stamp = decide(wish, deployment, prompt_tokens, self._why_not(wish, deployment))
+        except AdmissionError:
+            self._reject()
+            raise
+        with self._lock:
+            self._admitted[cell(stamp, prompt_tokens)] += 1
+            self._generation_stamped = stamp.generation
+            self._dirty = True
+        return stamp
+
+    def first_token(self, at: int, seconds: float) -> None:
+        """Count one time to first token under the cell `at`."""
+        with self._lock:
+            self._ttft_count[at] += 1
+            self._ttft_sum[at] += seconds
+            self._ttft_bucket[at * _BUCKETS + ttft_bucket(seconds)] += 1
+            self._dirty = True
+
+    def close(self) -> None:
+        """Write the last numbers and stop. The page stays: its counts still hold."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _desired(self) -> DesiredState:
+        return self._reader.current() if self._reader is not None else DENSE
+
+    def _why_not(self, wish: Wish, deployment: Deployment) -> str | None:
+        if self._refusal is not None:
+            return self._refusal
+        if wish == "off" or (wish is None and deployment.threshold is None):
+            return None
+        if not self._saw_ranks:
+            self._look_at_ranks()
+        return self._worker_refusal
+
+    def _look_at_ranks(self) -> None:
+        # Ranks write their pages before the engine takes requests; on other hosts there are none.
+        folder = self.settings.stats_dir
+        if folder is None:
+            return
+        pages = [
+            page
+            for page in iter_stats(folder, RANK)
+            if page.alive and page.labels.get("model_name") == self.model_name
+        ]
+        self._saw_ranks = bool(pages)
+        refusals = [page.labels.get("refusal", "") for page in pages]
+        if refusals and all(refusals):
+            self._worker_refusal = refusals[0]
+
+    def _reject(self) -> None:
+        with self._lock:
+            self._rejected += 1
+            self._dirty = True
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(1.0, self.settings.stats_interval_s)):
+            self._tick()
+        self._tick()
+
+    def _tick(self) -> None:
+        desired = self._desired()
+        error = self._reader.last_error if self._reader is not None else ""
+        if error != self._logged_error:
+            self._logged_error = error
+            if error:
+                logger.error(
+                    "blasst: %s; generation %d stays in force", error, desired.generation
+                )
+        if self._page is not None:
+            self._page.update(**self._arrays(desired))
+
+    def _arrays(self, desired: DesiredState) -> dict[str, Any]:
+        deployment = Deployment.of(desired, self.settings)
+        threshold = deployment.threshold
+        skip_lambda = (
+            math.nan if threshold is None or threshold.unit == "scale" else threshold.skip_lambda()
+        )
+        arrays: dict[str, Any] = {
+            "generation_read": desired.generation,
+            "desired_read_errors": self._reader.errors if self._reader is not None else 0,
+            "threshold_lambda": skip_lambda,
+            "threshold_mag": lambda_to_mag(skip_lambda) if skip_lambda > 0 else math.nan,
+        }
+        with self._lock:
+            arrays["generation_stamped"] = self._generation_stamped
+            if self._dirty:
+                self._dirty = False
+                arrays["requests_rejected"] = self._rejected
+                arrays["requests_admitted"] = self._admitted.tobytes()
+                arrays["ttft_count"] = self._ttft_count.tobytes()
+                arrays["ttft_sum_seconds"] = self._ttft_sum.tobytes()
+                arrays["ttft_bucket"] = self._ttft_bucket.tobytes()
+        return arrays
+
+
+def _open_page(folder: Path | None, model_name: str, vllm_version: str) -> StatsWriter | None:
+    if folder is None:
+        return None
+    labels = {"pid": str(os.getpid()), "model_name": model_name, "vllm_version": vllm_version}
+    try:
+        return StatsWriter(
+            folder, f"front-{os.getpid()}", kind=FRONT, labels=labels, fields=front_fields()
+        )
+    except OSError as e:
+        logger.error("blasst: no statistics page in %s (%s); serving goes on", folder, e.strerror)
+        return None

@@ -1,0 +1,145 @@
+"""Where the front end meets vLLM: every request passes InputProcessor, every output OutputProcessor.
+
+LLM and AsyncLLM both use the two classes. A request's classes hang on vLLM's own record of it, so
+they go when it goes, however it ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import time
+from typing import Any
+
+from blasst.plugin.admission import AdmissionError, parse_wish, salted
+from blasst.plugin.capability import model_reasons
+from blasst.plugin.front_end import FrontEnd, cell
+from blasst.plugin.patching import Method, wrap_method
+from blasst.plugin.registration import selected
+from blasst.plugin.settings import Settings
+from blasst.plugin.stamp import read_stamp, stamped
+
+_ATTRIBUTE = "_blasst"
+_current: tuple[int, FrontEnd] | None = None
+"""(process id, front end): a forked child must not take its parent's for its own."""
+
+
+def install() -> None:
+    """Idempotent. Before the first InputProcessor is made: it binds its methods then."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    wrap_method(InputProcessor, "__init__", _make_front_end)
+    wrap_method(InputProcessor, "process_inputs", _admit)
+    wrap_method(OutputProcessor, "add_request", _remember)
+    wrap_method(OutputProcessor, "process_outputs", _watch_first_tokens)
+
+
+def current() -> FrontEnd | None:
+    """The front end of this process, if an engine here uses our backend."""
+    return _current[1] if _current is not None and _current[0] == os.getpid() else None
+
+
+def _front_end_for(vllm_config: Any) -> FrontEnd:
+    global _current
+    settings = Settings.from_env()
+    model = vllm_config.model_config
+    name = served_name(model)
+    front = current()
+    if front is not None and (front.settings, front.model_name) == (settings, name):
+        return front
+    if front is not None:
+        front.close()
+    from vllm import __version__
+
+    reasons = model_reasons(vllm_config, settings.impl)
+    front = FrontEnd(settings, name, __version__, "; ".join(reasons) or None)
+    _current = (os.getpid(), front)
+    # Runs at the end of the main process and of multiprocessing's children, where atexit does not.
+    multiprocessing.util.Finalize(front, front.close, exitpriority=10)
+    return front
+
+
+def served_name(model_config: Any) -> str:
+    """The model's name in metrics, as in vLLM's own."""
+    names = model_config.served_model_name
+    return str(names if isinstance(names, str) else names[0])
+
+
+def _make_front_end(stock: Method) -> Method:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, vllm_config, *args, **kwargs)
+        front = _front_end_for(vllm_config) if selected(vllm_config) else None
+        setattr(self, _ATTRIBUTE, front)
+
+    return __init__
+
+
+def _admit(stock: Method) -> Method:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        front: FrontEnd | None = getattr(self, _ATTRIBUTE, None)
+        extra_args = getattr(params, "extra_args", None)
+        if front is None:
+            if parse_wish(extra_args) is not None:
+                raise AdmissionError(
+                    "blasst_* arguments need an engine started with --attention-backend blasst"
+                )
+            return stock(self, request_id, prompt, params, *args, **kwargs)
+        wish = front.wish(extra_args)
+        request = stock(self, request_id, prompt, params, *args, **kwargs)
+        mine = request.sampling_params
+        if mine is None:  # pooling
+            return request
+        if getattr(request, "resumable", False):
+            # Its prompt is not final yet, and lambda is fixed for a whole prefill.
+            wish = "off"
+        stamp = front.admit(wish, _prompt_tokens(request))
+        mine.extra_args = stamped(mine.extra_args, stamp)
+        request.cache_salt = salted(request.cache_salt, stamp, front.settings.share_prefix_cache)
+        return request
+
+    return process_inputs
+
+
+def _prompt_tokens(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return int(request.prompt_embeds.shape[0])
+
+
+def _remember(stock: Method) -> Method:
+    def add_request(
+        self: Any,
+        request: Any,
+        prompt: Any,
+        parent_req: Any = None,
+        request_index: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        stock(self, request, prompt, parent_req, request_index, *args, **kwargs)
+        if current() is None or request_index or request.sampling_params is None:
+            return  # of n completions of one prompt, the first is the one that is timed
+        stamp = read_stamp(request.sampling_params.extra_args)
+        state = self.request_states.get(request.request_id)
+        if stamp is not None and state is not None:
+            waiting = (cell(stamp, _prompt_tokens(request)), request.arrival_time)
+            setattr(state, _ATTRIBUTE, waiting)
+
+    return add_request
+
+
+def _watch_first_tokens(stock: Method) -> Method:
+    def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        front = current()
+        if front is not None:
+            for output in engine_core_outputs:
+                state = self.request_states.get(output.request_id)
+                if state is not None and _ATTRIBUTE in state.__dict__ and output.new_token_ids:
+                    at, arrived = state.__dict__.pop(_ATTRIBUTE)
+                    front.first_token(at, time.time() - arrived)
+        return stock(self, engine_core_outputs, *args, **kwargs)
+
+    return process_outputs

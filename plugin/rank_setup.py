@@ -1,0 +1,93 @@
+"""Run once in each worker, when its layers are known: judge them, tell them, open the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from blasst.plugin.eligibility import Verdict, judge_all, table
+from blasst.plugin.log import logger
+from blasst.plugin.rank import Rank, RankShape
+from blasst.plugin.settings import STRICT, Settings
+
+
+class NotEligibleError(RuntimeError):
+    """A layer cannot skip, and VLLM_BLASST_STRICT=1 forbids to run it dense."""
+
+
+def set_up_rank(vllm_config: Any, device: Any, known: Rank | None) -> Rank:
+    """The worker's Rank; every eligible layer's `impl.blasst` says where to count and on what.
+
+    `known`: of an earlier call; vLLM sets the cache up twice when it profiles CUDA graphs.
+    Raises NotEligibleError under strict.
+    """
+    settings = Settings.from_env()
+    layers = vllm_config.compilation_config.static_forward_context
+    verdicts = judge_all(layers, vllm_config, settings.impl)
+    if known is None:
+        _report(verdicts, vllm_config, settings)
+    indices = layer_indices([v.name for v in verdicts])
+    rank = known or Rank(
+        _shape(verdicts, indices, vllm_config, layers),
+        settings.stats_dir,
+        settings.stats_interval_s,
+        device,
+    )
+    for verdict in verdicts:
+        if verdict.impl is not None:
+            at = indices[verdict.name] - rank.shape.first_layer
+            layers[verdict.name].impl.blasst = (verdict.impl, rank.counters.layer(at))
+    return rank
+
+
+def layer_indices(names: Sequence[str]) -> dict[str, int]:
+    """Index of each layer in the whole model: the number in its name, if all differ in it."""
+    numbers = {name: [int(p) for p in name.split(".") if p.isdecimal()] for name in names}
+    if all(len(n) == 1 for n in numbers.values()):
+        found = {name: n[0] for name, n in numbers.items()}
+        if len(set(found.values())) == len(found):
+            return found
+    return {name: i for i, name in enumerate(names)}
+
+
+def _report(verdicts: Sequence[Verdict], vllm_config: Any, settings: Settings) -> None:
+    dense = [v for v in verdicts if v.impl is None]
+    if settings.strict and dense:
+        raise NotEligibleError(
+            f"{STRICT}=1 and {len(dense)} of {len(verdicts)} layers cannot skip, such as "
+            f"{dense[0].name}: {'; '.join(dense[0].reasons)}; unset it to run them dense"
+        )
+    if vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0:
+        logger.info("%s", table(verdicts))
+
+
+def _shape(
+    verdicts: Sequence[Verdict],
+    indices: dict[str, int],
+    vllm_config: Any,
+    layers: Any,
+) -> RankShape:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    able = [v for v in verdicts if v.impl is not None]
+    heads = max((int(layers[v.name].impl.num_kv_heads) for v in able), default=1)
+    numbers = [indices[v.name] for v in verdicts] or [0]
+    tp = parallel.tensor_parallel_size
+    names = model.served_model_name
+    return RankShape(
+        engine=str(parallel.data_parallel_index),
+        rank=str(parallel.rank),
+        model_name=str(names if isinstance(names, str) else names[0]),
+        num_layers=max(numbers) - min(numbers) + 1,
+        num_kv_heads=heads,
+        first_layer=min(numbers),
+        # With fewer kv heads than ranks each head is held by several of them.
+        first_kv_head=(parallel.rank % tp) * model.get_total_num_kv_heads() // tp,
+        impl=able[0].impl or "" if able else "none",
+        refusal="" if able else _refusal(verdicts),
+    )
+
+
+def _refusal(verdicts: Sequence[Verdict]) -> str:
+    if not verdicts:
+        return "this worker has no attention layers"
+    return "; ".join(verdicts[0].reasons)

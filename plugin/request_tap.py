@@ -1,0 +1,82 @@
+"""Which request sits in which batch row: read from vLLM's model runner, V1 or V2, once a step.
+
+Both runners keep the ids in batch order; attention metadata has no request ids before vLLM 0.31,
+and logits processors, the public hook, do not run with speculative decoding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from blasst.plugin.patching import Method, wrap_method
+from blasst.plugin.rank import Rank
+from blasst.plugin.rank_setup import set_up_rank
+from blasst.plugin.registration import selected
+
+RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+_ATTRIBUTE = "_blasst_rank"
+
+_rows: Sequence[float | None] | None = None
+
+
+def current_rows() -> Sequence[float | None] | None:
+    """Lambda of each row of the batch that is being computed; None: no row votes, or no batch is
+    (warm-up, drafts)."""
+    return _rows
+
+
+def install() -> None:
+    """Hook whichever runner this worker has loaded. Idempotent."""
+    for module, prepare in ((RUNNER_V1, "_prepare_inputs"), (RUNNER_V2, "prepare_inputs")):
+        if module in sys.modules:
+            runner = sys.modules[module].GPUModelRunner
+            wrap_method(runner, "initialize_kv_cache", _set_up)
+            wrap_method(runner, "execute_model", _follow_step)
+            wrap_method(runner, prepare, _read_rows)
+
+
+def _set_up(stock: Method) -> Method:
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        if selected(self.vllm_config):
+            known: Rank | None = getattr(self, _ATTRIBUTE, None)
+            setattr(self, _ATTRIBUTE, set_up_rank(self.vllm_config, self.device, known))
+        return result
+
+    return initialize_kv_cache
+
+
+def _follow_step(stock: Method) -> Method:
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        global _rows
+        rank: Rank | None = getattr(self, _ATTRIBUTE, None)
+        if rank is None:
+            return stock(self, scheduler_output, *args, **kwargs)
+        rank.note(scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids)
+        try:
+            return stock(self, scheduler_output, *args, **kwargs)
+        finally:
+            _rows = None
+
+    return execute_model
+
+
+def _read_rows(stock: Method) -> Method:
+    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        global _rows
+        result = stock(self, scheduler_output, *args, **kwargs)
+        rank: Rank | None = getattr(self, _ATTRIBUTE, None)
+        if rank is not None:
+            # V2 returns its batch, V1 keeps it; both have the ids in row order.
+            batch = result if hasattr(result, "req_ids") else self.input_batch
+            _rows = rank.rows(
+                batch.req_ids[: batch.num_reqs],
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.scheduled_spec_decode_tokens,
+            )
+        return result
+
+    return prepare_inputs

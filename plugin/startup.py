@@ -1,0 +1,108 @@
+"""What is checked and prepared in the parent, before any worker starts: one clear error, or none."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from blasst.plugin.capability import model_reasons
+from blasst.plugin.log import logger
+from blasst.plugin.registration import NAME, PATH
+from blasst.plugin.settings import NAMES, PRIVATE_STATS_DIR, STRICT, Settings
+from blasst.plugin.versions import unsupported_reason
+
+
+class StartupError(ValueError):
+    """The engine cannot start with this backend; the message says why and what to change."""
+
+
+@contextmanager
+def known_to_vllm() -> Iterator[None]:
+    """vLLM warns of, or with --fail-on-environ-validation refuses, VLLM_* names it does not know.
+
+    Only for the time of its check: known names become part of torch.compile's cache key.
+    """
+    from vllm import envs
+
+    table = envs.environment_variables
+    added = [name for name in NAMES if name not in table]
+    table.update({name: None for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            table.pop(name, None)
+
+
+def prepare(vllm_config: Any) -> None:
+    """For an engine that uses our backend. Raises StartupError or SettingsError."""
+    from vllm import __version__
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    reason = unsupported_reason(__version__)
+    if reason is not None:
+        raise StartupError(reason)
+    path = AttentionBackendEnum[NAME].get_path()
+    if path != PATH:
+        raise StartupError(
+            f"another plugin took over the CUSTOM attention backend ({path}), of which {NAME} is an "
+            "alias; leave one of the two out of VLLM_PLUGINS"
+        )
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise StartupError(
+            "VLLM_USE_RUST_FRONTEND=1 admits requests outside Python, where no plugin can give them "
+            "a threshold; unset it, or choose another --attention-backend"
+        )
+    settings = Settings.from_env()
+    settings.check_folders()
+    _check_capability(vllm_config, settings)
+    if settings.stats_dir is None:
+        _make_private_stats_dir()
+    _install_front_hooks()
+
+
+def prepare_other(vllm_config: Any) -> None:
+    """For an engine with another backend: its requests must not carry our arguments unnoticed."""
+    del vllm_config
+    from vllm import __version__
+
+    if unsupported_reason(__version__) is None:
+        _install_front_hooks()
+
+
+def _install_front_hooks() -> None:
+    from blasst.plugin import front_hooks
+
+    front_hooks.install()
+
+
+def _check_capability(vllm_config: Any, settings: Settings) -> None:
+    reasons = model_reasons(vllm_config, settings.impl)
+    if not reasons:
+        return
+    why = "; ".join(reasons)
+    if settings.strict:
+        raise StartupError(f"{STRICT}=1 and no layer of this model can skip: {why}")
+    if settings.threshold is not None:
+        raise StartupError(
+            f"{settings.threshold} is set in the environment, but no layer of this model can skip: "
+            f"{why}; unset it to serve dense"
+        )
+    logger.warning("blasst: no layer of this model can skip, all attention is dense: %s", why)
+
+
+def _make_private_stats_dir() -> None:
+    folder = tempfile.mkdtemp(prefix="blasst-stats-")
+    os.environ[PRIVATE_STATS_DIR] = folder
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
