@@ -1,0 +1,155 @@
+"""The sidecar's HTTP application: control under /v1/blasst, health, metrics and the status page."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi.responses import FileResponse, PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from blasst.kernels.exchange.desired import DesiredState, DesiredStateError
+from blasst.kernels.exchange.prometheus import PagesCollector
+from blasst.kernels.threshold import SkipThreshold
+from blasst.server import models, observe, openapi, problems
+from blasst.server.auth import Gate
+from blasst.server.control import ControlService, Wish, etag, unreadable
+from blasst.server.headers import SecurityHeaders
+from blasst.server.metrics import MetricsPage
+from blasst.server.problems import Problem
+from blasst.server.settings import Settings, probe_writable
+
+_STATIC = Path(__file__).parent / "static"
+_PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/static/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/static/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/static/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+OPEN_PATHS = (*_PAGE_FILES, "/healthz", "/readyz", "/metrics", "/openapi.json")
+IfMatch = Annotated[
+    str | None,
+    Header(
+        alias="If-Match",
+        description="The ETag of the state you saw, or * for whatever is there. Missing: 428.",
+        examples=['"3"'],
+    ),
+]
+
+
+def create_app(settings: Settings, control: ControlService, collector: PagesCollector) -> FastAPI:
+    """control: open, of the same state folder. collector: over its stats folder."""
+    app = FastAPI(
+        title="blasst sidecar",
+        version=importlib.metadata.version("blasst"),
+        description=openapi.DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+    )
+    problems.install(app)
+    digest = settings.token_digest()
+    _add_control(app, control, collector)
+    _add_health(app, settings, control)
+    _add_metrics(app, control, collector)
+    _add_page(app)
+    openapi.complete(app, protected=digest is not None)
+    app.add_middleware(Gate, token_digest=digest, open_paths=OPEN_PATHS)
+    app.add_middleware(SecurityHeaders)
+    return app
+
+
+async def _change(
+    request: Request,
+) -> tuple[models.ThresholdChange, SkipThreshold | None]:
+    return models.parse_change(await request.body(), request.headers.get("content-type", ""))
+
+
+def _add_control(app: FastAPI, control: ControlService, collector: PagesCollector) -> None:
+    path = "/v1/blasst/threshold"
+    cache = collector.cache
+
+    def answer(state: DesiredState, response: Response) -> models.ThresholdState:
+        response.headers["ETag"] = etag(state)
+        return observe.threshold_state(state, cache)
+
+    @app.get(path, tags=["control"], summary="The threshold and who has taken it over")
+    def get_threshold(response: Response) -> models.ThresholdState:
+        try:
+            return answer(control.read(), response)
+        except DesiredStateError as e:
+            raise unreadable(e) from e
+
+    @app.put(path, tags=["control"], summary="Set the threshold", openapi_extra=openapi.PUT_BODY)
+    def put_threshold(
+        request: Request,
+        response: Response,
+        change: Annotated[tuple[models.ThresholdChange, SkipThreshold | None], Depends(_change)],
+        if_match: IfMatch = None,
+    ) -> models.ThresholdState:
+        """Replaces the whole state. The value already in force is no change: same generation."""
+        body, threshold = change
+        wish = Wish(threshold, body.min_context, body.reason, _caller(request))
+        return answer(control.set(wish, if_match), response)
+
+    @app.delete(path, tags=["control"], summary="Back to dense attention")
+    def delete_threshold(
+        request: Request, response: Response, if_match: IfMatch = None
+    ) -> models.ThresholdState:
+        """The same as PUT {"off": true}."""
+        return answer(control.set(Wish(None, by=_caller(request)), if_match), response)
+
+    @app.get("/v1/blasst/status", tags=["evidence"], summary="Counters, classes, convergence")
+    def get_status() -> models.Status:
+        return observe.status(control, cache)
+
+
+def _add_health(app: FastAPI, settings: Settings, control: ControlService) -> None:
+    @app.get("/healthz", tags=["health"], summary="The process answers")
+    def healthz() -> models.Health:
+        return models.Health()
+
+    @app.get("/readyz", tags=["health"], summary="The state folder and file are usable")
+    def readyz() -> models.Health:
+        try:
+            control.read()
+            probe_writable(settings.state_dir)
+        except DesiredStateError as e:
+            raise unreadable(e) from e
+        except OSError as e:
+            raise Problem(
+                503, "state-unwritable", f"The state folder cannot be written: {e.strerror}."
+            ) from e
+        return models.Health()
+
+
+def _add_metrics(app: FastAPI, control: ControlService, collector: PagesCollector) -> None:
+    page = MetricsPage(collector, control)
+
+    @app.get(
+        "/metrics",
+        tags=["evidence"],
+        summary="Prometheus text; reads files, never asks the engine",
+        response_class=PlainTextResponse,
+    )
+    def metrics() -> Response:
+        return Response(page.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def _add_page(app: FastAPI) -> None:
+    for path, (name, media_type) in _PAGE_FILES.items():
+        endpoint = _file_endpoint(name, media_type)
+        app.add_api_route(path, endpoint, include_in_schema=False, response_class=FileResponse)
+
+
+def _file_endpoint(name: str, media_type: str) -> Callable[[], FileResponse]:
+    def serve_file() -> FileResponse:
+        return FileResponse(_STATIC / name, media_type=media_type)
+
+    return serve_file
+
+
+def _caller(request: Request) -> str:
+    return request.client.host if request.client else "local"

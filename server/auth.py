@@ -1,0 +1,96 @@
+"""Who may call what: an ASGI gate in front of the whole application, closed by default.
+
+It looks at the path of the ASGI scope, which routing uses too, never at a URL built from the Host
+header. Open are GET and HEAD of the exact paths listed; all else needs the token, where one is set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from blasst.server.problems import Problem
+from blasst.server.settings import is_loopback
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY_BYTES = 16 * 1024
+
+
+class Gate:
+    """Token, Host and body-size checks. token_digest None: no token is configured."""
+
+    def __init__(
+        self, app: ASGIApp, *, token_digest: bytes | None, open_paths: Collection[str]
+    ) -> None:
+        self.app = app
+        self.token_digest = token_digest
+        self.open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+            receive = _limited(scope, receive)
+        except Problem as refusal:
+            await refusal.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        if self.token_digest is None:
+            _check_host(scope)
+            return
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in self.open_paths:
+            return
+        scheme, _, token = _header(scope, b"authorization").partition(b" ")
+        given = hashlib.sha256(token.strip()).digest()
+        right = secrets.compare_digest(given, self.token_digest)
+        if not (right and scheme.lower() == b"bearer"):
+            raise Problem(
+                401,
+                "unauthorized",
+                "This needs the header `Authorization: Bearer TOKEN` with the configured token.",
+                {"WWW-Authenticate": 'Bearer realm="blasst"'},
+            )
+
+
+def _check_host(scope: Scope) -> None:
+    # Without a token only loopback is listened on. A web page whose name was made to resolve to
+    # 127.0.0.1 would still reach us from a browser; its Host header gives it away.
+    host = _header(scope, b"host").decode("latin-1").lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if not is_loopback(name):
+        raise Problem(
+            403, "foreign-host", "Without a token only loopback names are served (Host header)."
+        )
+
+
+def _limited(scope: Scope, receive: Receive) -> Receive:
+    refusal = Problem(413, "too-large", f"A body has at most {MAX_BODY_BYTES} bytes.")
+    announced = _header(scope, b"content-length")
+    if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
+        raise refusal
+    received = 0
+
+    async def limited() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > MAX_BODY_BYTES:
+            raise refusal
+        return message
+
+    return limited
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """The header, or nothing when it is absent or was sent twice: no choice, so no trick."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return bytes(values[0]) if len(values) == 1 else b""

@@ -1,0 +1,114 @@
+"""Client of the sidecar's threshold API for the command line; standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blasst.kernels.threshold import SkipThreshold
+from blasst.server.settings import SettingsError, read_token
+
+PATH = "/v1/blasst/threshold"
+_TIMEOUT_S = 10.0
+_MAX_ANSWER_BYTES = 4 << 20
+
+
+class ApiError(Exception):
+    """The sidecar cannot be reached or refused; the message says which. status 0: no answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the token to wherever it points."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class ThresholdClient:
+    """url: base address of the sidecar, http or https. token: empty for none."""
+
+    url: str
+    token: str = ""
+
+    @classmethod
+    def of(cls, url: str, token_file: Path | None) -> ThresholdClient:
+        """Raises SettingsError for a bad address or an unusable token file."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError(f"url {url!r} must look like http://127.0.0.1:8300")
+        return cls(url.rstrip("/"), read_token(token_file) if token_file else "")
+
+    def get(self) -> dict[str, Any]:
+        return self._call("GET", {})
+
+    def put(
+        self,
+        threshold: SkipThreshold | None,
+        *,
+        if_match: str,
+        min_context: int | None = None,
+        reason: str = "",
+    ) -> dict[str, Any]:
+        """threshold None = dense."""
+        body: dict[str, Any] = (
+            {"off": True} if threshold is None else {threshold.unit: threshold.value}
+        )
+        if min_context is not None:
+            body["min_context"] = min_context
+        if reason:
+            body["reason"] = reason
+        headers = {"If-Match": if_match, "Content-Type": "application/json"}
+        return self._call("PUT", headers, json.dumps(body).encode())
+
+    def wait_converged(self, generation: int, timeout_s: float) -> dict[str, Any]:
+        """The last answer seen: converged on this or a later generation, or the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            state = self.get()
+            if state["converged"] and state["generation"] >= generation:
+                return state
+            if time.monotonic() >= deadline:
+                return state
+            time.sleep(0.2)
+
+    def _call(
+        self, method: str, headers: dict[str, str], body: bytes | None = None
+    ) -> dict[str, Any]:
+        if self.token:
+            headers = {**headers, "Authorization": f"Bearer {self.token}"}
+        request = urllib.request.Request(self.url + PATH, body, headers, method=method)
+        # A proxy of the environment is for the network outside; a sidecar is not there.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+        try:
+            with opener.open(request, timeout=_TIMEOUT_S) as answer:
+                state = json.loads(answer.read(_MAX_ANSWER_BYTES))
+        except urllib.error.HTTPError as e:
+            with e:
+                raise ApiError(e.code, _problem(e)) from None
+        except urllib.error.URLError as e:
+            raise ApiError(0, f"no sidecar answers at {self.url}: {e.reason}") from None
+        except (OSError, http.client.HTTPException, ValueError) as e:
+            raise ApiError(0, f"no usable answer from {self.url}: {e}") from None
+        if not isinstance(state, dict) or not {"generation", "converged"} <= state.keys():
+            raise ApiError(0, f"what answers at {self.url} is not a blasst sidecar")
+        return state
+
+
+def _problem(error: urllib.error.HTTPError) -> str:
+    try:
+        detail = json.loads(error.read(65_536))["detail"]
+    except (ValueError, KeyError, TypeError, OSError):
+        detail = error.reason
+    return f"HTTP {error.code}: {detail}"

@@ -1,0 +1,187 @@
+"""The desired state as a service: one writer a folder, generations that only rise, If-Match."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blasst.kernels.exchange.desired import (
+    DENSE,
+    FILE_NAME,
+    PREVIOUS_NAME,
+    DesiredState,
+    DesiredStateError,
+    read_desired,
+    write_desired,
+)
+from blasst.kernels.threshold import SkipThreshold
+from blasst.server.problems import Problem
+from blasst.server.settings import SettingsError
+
+LOCK_NAME = ".control.lock"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a caller wants to be in force; threshold None = dense."""
+
+    threshold: SkipThreshold | None
+    min_context: int | None = None
+    reason: str = ""
+    by: str = ""
+
+
+class ControlService:
+    """Holds the folder's writer lock from `open` to `close`; all methods are thread-safe.
+
+    known_generation: the highest generation that any front end reports, so that a repaired file
+    is newer than whatever they still have in force.
+    """
+
+    def __init__(self, folder: Path, known_generation: Callable[[], int] = lambda: 0) -> None:
+        self.folder = folder
+        self._known_generation = known_generation
+        self._lock = threading.Lock()
+        self._highest = 0
+        self._lock_fd: int | None = None
+
+    def open(self) -> None:
+        """Raises SettingsError when another sidecar has this folder."""
+        try:
+            fd = os.open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise SettingsError(
+                f"state folder {self.folder} cannot be used: {e.strerror}; "
+                "choose another with --state-dir"
+            ) from e
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise SettingsError(
+                f"state folder {self.folder} already has a sidecar; stop that one, "
+                "or give this one its own --state-dir"
+            ) from None
+        self._lock_fd = fd
+
+    def close(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def read(self) -> DesiredState:
+        """The state on disk. Raises DesiredStateError when it is corrupt, unreadable or lost."""
+        try:
+            state = read_desired(self.folder / FILE_NAME)
+        except FileNotFoundError:
+            if self._highest or (self.folder / PREVIOUS_NAME).exists():
+                raise DesiredStateError(f"{FILE_NAME} is gone; set the threshold again") from None
+            return DENSE
+        self._highest = max(self._highest, state.generation)
+        return state
+
+    def error(self) -> str:
+        """What is wrong with the file; empty when it is good."""
+        try:
+            self.read()
+        except DesiredStateError as e:
+            return str(e)
+        return ""
+
+    def set(self, wish: Wish, if_match: str | None) -> DesiredState:
+        """Write the wish as a new generation, unless it is in force already. Raises Problem."""
+        with self._lock:
+            try:
+                current: DesiredState | None = self.read()
+            except DesiredStateError as e:
+                if if_match is None or if_match.strip() != "*":
+                    raise unreadable(e) from e
+                current = None
+            _check_if_match(if_match, current)
+            if current is not None and _same(current, wish):
+                return current
+            state = DesiredState(
+                generation=self._next_generation(),
+                threshold=wish.threshold,
+                min_context=wish.min_context,
+                updated_at=_now(),
+                updated_by=wish.by,
+                reason=wish.reason,
+            )
+            try:
+                write_desired(self.folder, state)
+            except OSError as e:
+                raise _unwritable(e) from e
+            self._highest = state.generation
+            return state
+
+    def _next_generation(self) -> int:
+        try:
+            previous = read_desired(self.folder / PREVIOUS_NAME).generation
+        except (DesiredStateError, FileNotFoundError):
+            previous = 0
+        return max(self._highest, previous, self._known_generation()) + 1
+
+
+def etag(state: DesiredState) -> str:
+    return f'"{state.generation}"'
+
+
+def unreadable(error: DesiredStateError) -> Problem:
+    return Problem(
+        503,
+        "state-unreadable",
+        f"{error}. Front ends keep their last good threshold. Cure: PUT the wanted threshold with "
+        "If-Match: *",
+    )
+
+
+def _check_if_match(if_match: str | None, current: DesiredState | None) -> None:
+    if if_match is None:
+        raise Problem(
+            428,
+            "precondition-required",
+            'Send If-Match with the generation you saw, such as If-Match: "3" (the ETag of GET), '
+            "or If-Match: * to overwrite whatever is there.",
+        )
+    wanted = [tag.strip() for tag in if_match.split(",")]
+    if current is None or "*" in wanted or etag(current) in wanted:
+        return
+    raise Problem(
+        412,
+        "precondition-failed",
+        f"The generation is {current.generation}, not what If-Match names: somebody changed it "
+        "since you looked. GET it, decide again, and send the new ETag.",
+        {"ETag": etag(current)},
+    )
+
+
+def _same(current: DesiredState, wish: Wish) -> bool:
+    # Generation 0 was never written: the first wish always is, so that "off" overrules an
+    # environment default of the engine.
+    wanted = dataclasses.replace(current, threshold=wish.threshold, min_context=wish.min_context)
+    return current.generation > 0 and current == wanted
+
+
+def _unwritable(error: OSError) -> Problem:
+    if error.errno in _FULL:
+        return Problem(
+            507, "no-space", "The state folder's disk is full; the old threshold stays in force."
+        )
+    return Problem(
+        503,
+        "state-unwritable",
+        f"The state folder cannot be written ({error.strerror}); the old threshold stays in force.",
+    )
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

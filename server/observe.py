@@ -1,0 +1,189 @@
+"""What the statistics pages say: who follows, what ranks skipped, how long first tokens took."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+from blasst.kernels.exchange.desired import DesiredState, DesiredStateError
+from blasst.kernels.exchange.layout import FRONT, LAMBDA_CLASSES, LENGTH_CLASSES, TTFT_BUCKETS_S
+from blasst.kernels.exchange.pages import (
+    CachedPages,
+    ClassTotals,
+    RankTotals,
+    model_totals,
+    rank_totals,
+)
+from blasst.kernels.exchange.stats import SUFFIX, StatsPage
+from blasst.kernels.threshold import lambda_to_mag
+from blasst.server import models
+from blasst.server.control import ControlService
+
+Tiles = dict[tuple[int, int], tuple[int, int]]
+
+
+def highest_generation(pages: Iterable[StatsPage]) -> int:
+    """The newest generation that any front end, living or dead, reports."""
+    return max(
+        (
+            int(page.scalar(name))
+            for page in pages
+            if page.kind == FRONT
+            for name in ("generation_read", "generation_stamped")
+        ),
+        default=0,
+    )
+
+
+def converged(state: DesiredState, front_ends: Sequence[models.FrontEndView]) -> bool:
+    live = [f for f in front_ends if f.alive]
+    return bool(live) and all(f.generation_read == state.generation for f in live)
+
+
+def threshold_state(state: DesiredState, cache: CachedPages) -> models.ThresholdState:
+    """The desired state as GET and PUT answer it."""
+    front_ends = front_end_views(cache.pages())
+    threshold = state.threshold
+    fixed = None
+    if threshold is not None and threshold.unit != "scale":
+        fixed = threshold.skip_lambda()
+    mag = None
+    if threshold is not None and threshold.unit == "mag":
+        mag = threshold.value
+    elif fixed:
+        mag = lambda_to_mag(fixed)
+    return models.ThresholdState(
+        generation=state.generation,
+        threshold=None
+        if threshold is None
+        else models.ThresholdValue(unit=threshold.unit, value=threshold.value),
+        mag=mag,
+        **{"lambda": fixed},
+        min_context=state.min_context,
+        updated_at=state.updated_at,
+        updated_by=state.updated_by,
+        reason=state.reason,
+        converged=converged(state, front_ends),
+        front_ends=front_ends,
+    )
+
+
+def status(control: ControlService, cache: CachedPages) -> models.Status:
+    """Never fails: an unreadable desired file shows as `error`."""
+    pages = cache.pages()
+    desired, error = None, ""
+    try:
+        desired = threshold_state(control.read(), cache)
+    except DesiredStateError as e:
+        error = str(e)
+    ranks = rank_totals(pages)
+    totals = model_totals(pages)
+    everything: Tiles = {}
+    for rank in ranks:
+        for where, (visited, skipped) in rank.tiles.items():
+            v, s = everything.get(where, (0, 0))
+            everything[where] = (v + visited, s + skipped)
+    return models.Status(
+        desired=desired,
+        error=error,
+        converged=desired is not None and desired.converged,
+        front_ends=front_end_views(pages),
+        ranks=[_rank(rank) for rank in ranks],
+        tiles=_table(everything),
+        requests_rejected=sum(t.requests_rejected for t in totals.values()),
+        desired_read_errors=sum(t.desired_read_errors for t in totals.values()),
+        classes=[
+            _class(model, key, total)
+            for model, of_model in sorted(totals.items())
+            for key, total in sorted(of_model.classes.items(), key=lambda item: _order(item[0]))
+        ],
+    )
+
+
+def front_end_views(pages: Iterable[StatsPage]) -> list[models.FrontEndView]:
+    return [
+        models.FrontEndView(
+            name=page.name.removesuffix(SUFFIX),
+            pid=int(pid) if (pid := page.labels.get("pid", "")).isdecimal() else None,
+            model_name=page.labels.get("model_name", ""),
+            alive=page.alive,
+            generation_read=int(page.scalar("generation_read")),
+            generation_stamped=int(page.scalar("generation_stamped")),
+            age_s=_age(page.updated_at),
+        )
+        for page in pages
+        if page.kind == FRONT
+    ]
+
+
+def quantile(buckets: Sequence[int], q: float) -> float | None:
+    """Seconds below which a share q of the observations lies, linear within its bucket."""
+    total = sum(buckets)
+    if not total:
+        return None
+    rank = q * total
+    for i, cumulative in enumerate(itertools.accumulate(buckets)):
+        if cumulative >= rank and buckets[i]:
+            if i == len(TTFT_BUCKETS_S):
+                break
+            low = TTFT_BUCKETS_S[i - 1] if i else 0.0
+            share = (rank - (cumulative - buckets[i])) / buckets[i]
+            return low + share * (TTFT_BUCKETS_S[i] - low)
+    return TTFT_BUCKETS_S[-1]
+
+
+def _rank(rank: RankTotals) -> models.RankView:
+    return models.RankView(
+        engine=rank.engine,
+        rank=rank.rank,
+        model_name=rank.model_name,
+        impl=rank.impl,
+        alive=rank.alive,
+        age_s=_age(rank.updated_at),
+        counters=rank.counters,
+        tiles=_table(rank.tiles),
+    )
+
+
+def _table(tiles: Tiles) -> models.TileTable:
+    heads = sorted({head for _, head in tiles})
+    layers = sorted({layer for layer, _ in tiles})
+    empty = (0, 0)
+    return models.TileTable(
+        kv_heads=heads,
+        layers=[
+            models.LayerTiles(
+                layer=layer,
+                visited=[tiles.get((layer, head), empty)[0] for head in heads],
+                skipped=[tiles.get((layer, head), empty)[1] for head in heads],
+            )
+            for layer in layers
+        ],
+    )
+
+
+def _class(model: str, key: tuple[str, str], total: ClassTotals) -> models.ClassView:
+    count = total.ttft_count
+    return models.ClassView(
+        model_name=model,
+        lambda_class=key[0],
+        prompt_length_class=key[1],
+        admitted=total.admitted,
+        ttft=models.TtftView(
+            count=count,
+            mean_s=total.ttft_sum_s / count if count and math.isfinite(total.ttft_sum_s) else None,
+            p50_s=quantile(total.ttft_buckets, 0.5),
+            p95_s=quantile(total.ttft_buckets, 0.95),
+        ),
+    )
+
+
+def _order(key: tuple[str, str]) -> tuple[int, int]:
+    return LENGTH_CLASSES.index(key[1]), LAMBDA_CLASSES.index(key[0])
+
+
+def _age(updated_at: float) -> float:
+    """Wall clock: the writer's time stamp is one too. A clock set back shows as 0."""
+    return max(0.0, time.time() - updated_at)

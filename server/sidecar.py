@@ -1,0 +1,119 @@
+"""One running sidecar: its folder's lock, its socket, its thread. Used by two verbs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from blasst.kernels.exchange.desired import DesiredStateError
+from blasst.kernels.exchange.prometheus import PagesCollector
+from blasst.kernels.exchange.stats import remove_dead
+from blasst.server import observe
+from blasst.server.app import create_app
+from blasst.server.control import ControlService
+from blasst.server.settings import Settings, SettingsError, prepare_state_dir
+
+_STOP_S = 5
+
+
+@dataclass
+class Sidecar:
+    """`prepare` takes everything that can be refused, `start` serves, `stop` gives it all back."""
+
+    settings: Settings
+    control: ControlService = field(init=False)
+    _collector: PagesCollector = field(init=False)
+    _socket: socket.socket | None = None
+    _server: uvicorn.Server | None = None
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._collector = PagesCollector(
+            self.settings.stats_dir, desired_generation=self._desired_generation
+        )
+        cache = self._collector.cache
+        self.control = ControlService(
+            self.settings.state_dir, lambda: observe.highest_generation(cache.pages())
+        )
+
+    @property
+    def url(self) -> str:
+        assert self._socket is not None
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def prepare(self, *, dead_pages_older_than_s: float) -> None:
+        """Raises SettingsError: folder unusable or taken, token file unusable, port taken."""
+        prepare_state_dir(self.settings.state_dir)
+        self.control.open()
+        app = create_app(self.settings, self.control, self._collector)
+        self._socket = listen(self.settings.host, self.settings.port)
+        remove_dead(self.settings.stats_dir, dead_pages_older_than_s)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                lifespan="off",
+                timeout_keep_alive=15,
+                timeout_graceful_shutdown=2,
+                limit_concurrency=256,
+            )
+        )
+
+    def start(self) -> None:
+        """Serve in a thread; returns when requests are answered."""
+        assert self._server is not None
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="sidecar", daemon=True
+        )
+        self._thread.start()
+        while not self._server.started and self.running:
+            time.sleep(0.01)
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Safe to call at any stage, and twice."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(_STOP_S)
+        if self._socket is not None:
+            self._socket.close()
+        self.control.close()
+
+    def _desired_generation(self) -> int | None:
+        try:
+            return self.control.read().generation
+        except DesiredStateError:
+            return None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises SettingsError: the port is taken, the address not ours."""
+    try:
+        infos = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as e:
+        raise SettingsError(f"host {host!r} cannot be resolved: {e.strerror}") from e
+    family, kind, protocol, _, address = infos[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as e:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {host}:{port}: {e.strerror}; choose another port"
+        ) from e
+    return listener

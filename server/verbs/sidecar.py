@@ -1,0 +1,60 @@
+"""`blasst sidecar`: the control and evidence API alone, for a vLLM started elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+
+from blasst.server.settings import Settings, SettingsError, default_state_dir
+from blasst.server.verbs.common import add_sidecar_options, fail
+
+_DAY_S = 86_400.0
+_VLLM_PORT = 8000
+_EPILOG = """Start vLLM with VLLM_BLASST_STATE_DIR set to the same folder.
+
+exit codes: 0 stopped by a signal, 1 the server failed, 2 bad input: port taken, state folder
+unusable or in use by another sidecar, token missing
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve /v1/blasst/threshold, /metrics and the status page for one folder."
+    parser.epilog = _EPILOG
+    add_sidecar_options(parser, "")
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        default=default_state_dir(_VLLM_PORT),
+        metavar="DIR",
+        help="folder shared with vLLM: desired.json and stats/ (default %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from blasst.server.sidecar import Sidecar
+
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    sidecar: Sidecar | None = None
+    try:
+        settings = Settings(args.state_dir, args.host, args.port, args.token_file)
+        sidecar = Sidecar(settings)
+        sidecar.prepare(dead_pages_older_than_s=_DAY_S)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+        sidecar.start()
+        print(f"blasst sidecar: {sidecar.url} state {settings.state_dir}", flush=True)
+        while sidecar.running and not stopped.wait(0.5):
+            pass
+    except SettingsError as e:
+        return fail(e, 2)
+    finally:
+        if sidecar is not None:
+            sidecar.stop()
+    return 0 if stopped.is_set() else fail("the sidecar's server stopped by itself", 1)

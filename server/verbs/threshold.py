@@ -1,0 +1,132 @@
+"""`blasst threshold get|set|watch`: the threshold of a running deployment, through its sidecar."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from blasst.kernels.threshold import ThresholdError
+from blasst.server.client import ApiError, ThresholdClient
+from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT, SettingsError
+from blasst.server.verbs.common import add_threshold_options, fail, threshold_of
+
+NOT_CONVERGED = 3
+_EPILOG = """examples:
+  blasst threshold set --mag 2500 --wait 10
+  blasst threshold get --json
+
+exit codes: 0 done, 1 refused or no sidecar, 2 bad input, 3 not converged within --wait,
+130 interrupted
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show, set or watch the skip threshold of a running deployment."
+    parser.epilog = _EPILOG
+    actions = parser.add_subparsers(dest="action", required=True, metavar="get|set|watch")
+    get = actions.add_parser("get", help="print the threshold and who follows it")
+    change = actions.add_parser("set", help="set it; exactly one of the four units")
+    watch = actions.add_parser("watch", help="print a line at every change until interrupted")
+    for action in (get, change, watch):
+        action.allow_abbrev = False
+        _add_common(action)
+    add_threshold_options(change, off=True, required=True)
+    change.add_argument(
+        "--min-context",
+        type=int,
+        metavar="N",
+        help="prompts shorter than N tokens run dense (left out: the engine's own setting)",
+    )
+    change.add_argument("--reason", default="", help="free text, kept with the value")
+    change.add_argument(
+        "--force", action="store_true", help="also over a corrupt file or a concurrent change"
+    )
+    for action in (get, change):
+        action.add_argument(
+            "--wait",
+            type=float,
+            default=0.0,
+            metavar="SECONDS",
+            help="wait until every front end follows, at most so long; exit code 3 if not",
+        )
+    watch.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="default %(default)s"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("wait", "interval"):
+        seconds = getattr(args, name, 1.0)
+        if not math.isfinite(seconds) or seconds < 0:
+            return fail(f"--{name} {seconds} must be a number of seconds, at least 0", 2)
+    try:
+        client = ThresholdClient.of(args.url, args.token_file)
+        if args.action == "watch":
+            return _watch(client, args)
+        if args.action == "get":
+            return _finish(client, client.get(), args)
+        return _set(client, args)
+    except (ThresholdError, SettingsError) as e:
+        return fail(e, 2)
+    except ApiError as e:
+        return fail(e, 2 if e.status in (400, 422) else 1)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        default=f"http://{DEFAULT_HOST}:{DEFAULT_PORT}",
+        help="address of the sidecar (default %(default)s)",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the bearer token, if it has one"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
+
+
+def _set(client: ThresholdClient, args: argparse.Namespace) -> int:
+    threshold = threshold_of(args)
+    if_match = "*" if args.force else f'"{client.get()["generation"]}"'
+    state = client.put(
+        threshold, if_match=if_match, min_context=args.min_context, reason=args.reason
+    )
+    return _finish(client, state, args)
+
+
+def _finish(client: ThresholdClient, state: dict[str, Any], args: argparse.Namespace) -> int:
+    if args.wait:
+        state = client.wait_converged(state["generation"], args.wait)
+    _print(state, args.json)
+    return NOT_CONVERGED if args.wait and not state["converged"] else 0
+
+
+def _watch(client: ThresholdClient, args: argparse.Namespace) -> int:
+    last: dict[str, Any] = {}
+    while True:
+        state = client.get()
+        # Ages move all the time; a line is for what somebody did or followed.
+        now = {**state, "front_ends": [{**f, "age_s": 0} for f in state["front_ends"]]}
+        if now != last:
+            _print(state, args.json)
+            last = now
+        time.sleep(args.interval)
+
+
+def _print(state: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(state), flush=True)
+        return
+    threshold = state["threshold"]
+    text = "dense" if threshold is None else f"{threshold['unit']} {threshold['value']:g}"
+    if threshold is not None and threshold["unit"] == "mag":
+        text += f" (lambda {state['lambda']:.6g})"
+    live = [f for f in state["front_ends"] if f["alive"]]
+    follow = sum(f["generation_read"] == state["generation"] for f in live)
+    print(
+        f"{text}, generation {state['generation']}, {follow}/{len(live)} front ends follow",
+        flush=True,
+    )
