@@ -32,7 +32,9 @@ class BlasstCPUBackend(CPUAttentionBackend):
 
 
 class BlasstCPUBuilder(CPUAttentionMetadataBuilder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kw: Any) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kw: Any
+    ) -> Any:
         """Stock metadata of the whole batch; `.blasst`, a Split, only when a row votes."""
 
         def build_stock(common: Any) -> Any:

@@ -147,9 +147,7 @@ class FrontEnd:
         if error != self._logged_error:
             self._logged_error = error
             if error:
-                logger.error(
-                    "blasst: %s; generation %d stays in force", error, desired.generation
-                )
+                logger.error("blasst: %s; generation %d stays in force", error, desired.generation)
         if self._page is not None:
             self._page.update(**self._arrays(desired))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from blasst.plugin.admission import AdmissionError, parse_wish, salted
+from blasst.plugin.admission import PREFIX, AdmissionError, Wish, salted
 from blasst.plugin.capability import model_reasons
 from blasst.plugin.front_end import FrontEnd, cell
 from blasst.plugin.patching import Method, wrap_method
@@ -20,6 +21,7 @@ from blasst.plugin.settings import Settings
 from blasst.plugin.stamp import read_stamp, stamped
 
 _ATTRIBUTE = "_blasst"
+_NEEDS_OURS = "blasst_* arguments need an engine started with --attention-backend blasst"
 _current: tuple[int, FrontEnd] | None = None
 """(process id, front end): a forked child must not take its parent's for its own."""
 
@@ -82,25 +84,42 @@ def _admit(stock: Method) -> Method:
         front: FrontEnd | None = getattr(self, _ATTRIBUTE, None)
         extra_args = getattr(params, "extra_args", None)
         if front is None:
-            if parse_wish(extra_args) is not None:
-                raise AdmissionError(
-                    "blasst_* arguments need an engine started with --attention-backend blasst"
-                )
+            if extra_args and _refusable(extra_args):
+                raise _refused(AdmissionError(_NEEDS_OURS))
             return stock(self, request_id, prompt, params, *args, **kwargs)
-        wish = front.wish(extra_args)
+        try:
+            wish = front.wish(extra_args)
+        except AdmissionError as e:
+            raise _refused(e) from None
         request = stock(self, request_id, prompt, params, *args, **kwargs)
-        mine = request.sampling_params
-        if mine is None:  # pooling
-            return request
-        if getattr(request, "resumable", False):
-            # Its prompt is not final yet, and lambda is fixed for a whole prefill.
-            wish = "off"
-        stamp = front.admit(wish, _prompt_tokens(request))
-        mine.extra_args = stamped(mine.extra_args, stamp)
-        request.cache_salt = salted(request.cache_salt, stamp, front.settings.share_prefix_cache)
+        if request.sampling_params is not None:  # else pooling
+            _stamp(front, wish, request)
         return request
 
     return process_inputs
+
+
+def _stamp(front: FrontEnd, wish: Wish, request: Any) -> None:
+    if getattr(request, "resumable", False):
+        # Its prompt is not final yet, and lambda is fixed for a whole prefill.
+        wish = "off"
+    try:
+        stamp = front.admit(wish, _prompt_tokens(request))
+    except AdmissionError as e:
+        raise _refused(e) from None
+    # vLLM made these parameters for this request; the dict in them may still be shared.
+    request.sampling_params.extra_args = stamped(request.sampling_params.extra_args, stamp)
+    request.cache_salt = salted(request.cache_salt, stamp, front.settings.share_prefix_cache)
+
+
+def _refusable(extra_args: Mapping[str, Any]) -> bool:
+    return any(str(key).startswith(PREFIX) for key in extra_args)
+
+
+def _refused(error: AdmissionError) -> AdmissionError:
+    from blasst.plugin.client_error import RefusedRequestError
+
+    return RefusedRequestError(str(error))
 
 
 def _prompt_tokens(request: Any) -> int:
