@@ -1,4 +1,4 @@
-"""Which layers can skip, decided once when the engine starts, with every reason against the others."""
+"""Which layers can skip, decided once at the start, with every reason against the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the front end meets vLLM: every request passes InputProcessor, every output OutputProcessor.
+"""Where the front end meets vLLM: InputProcessor for requests, OutputProcessor for their outputs.
 
-LLM and AsyncLLM both use the two classes. A request's classes hang on vLLM's own record of it, so
+LLM and AsyncLLM both use the two. A request's classes hang on vLLM's own record of it, so
 they go when it goes, however it ends.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def part(rows: Sequence[int], starts: Sequence[int]) -> Part:
     cu = torch.zeros(len(rows) + 1, dtype=torch.int32)
     cu[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     tokens: slice | torch.Tensor
-    if all(starts[a + 1] == starts[b] for a, b in zip(rows, rows[1:], strict=False)):
+    if all(starts[a + 1] == starts[b] for a, b in itertools.pairwise(rows)):
         tokens = slice(starts[rows[0]], starts[rows[-1] + 1])
     else:
         tokens = torch.cat([torch.arange(starts[r], starts[r + 1]) for r in rows])

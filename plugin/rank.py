@@ -130,8 +130,8 @@ class Rank:
         if not self._unstamped_seen:
             self._unstamped_seen = True
             logger.warning(
-                "blasst: request %s did not pass our admission and runs dense; was it handed to the "
-                "engine as an EngineCoreRequest? (said once, all are counted)",
+                "blasst: request %s did not pass our admission and runs dense; was it handed to "
+                "the engine as an EngineCoreRequest? (said once, all are counted)",
                 req_id,
             )
 

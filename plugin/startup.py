@@ -1,4 +1,4 @@
-"""What is checked and prepared in the parent, before any worker starts: one clear error, or none."""
+"""What is checked and prepared before any worker starts: one clear error, or none."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def prepare(vllm_config: Any) -> None:
     path = AttentionBackendEnum[NAME].get_path()
     if path != PATH:
         raise StartupError(
-            f"another plugin took over the CUSTOM attention backend ({path}), of which {NAME} is an "
-            "alias; leave one of the two out of VLLM_PLUGINS"
+            f"another plugin took over the CUSTOM attention backend ({path}), of which {NAME} is "
+            "an alias; leave one of the two out of VLLM_PLUGINS"
         )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise StartupError(
-            "VLLM_USE_RUST_FRONTEND=1 admits requests outside Python, where no plugin can give them "
-            "a threshold; unset it, or choose another --attention-backend"
+            "VLLM_USE_RUST_FRONTEND=1 admits requests outside Python, where no plugin can give "
+            "them a threshold; unset it, or choose another --attention-backend"
         )
     settings = Settings.from_env()
     settings.check_folders()
