@@ -8,24 +8,68 @@ bfloat16 and float16 are widened first. lambda 0 cannot skip: it is bit for bit 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from blasst.kernels.call import Call, Request
 from blasst.kernels.tiles import blocks, key_end, mask_scores, partial_blocks, visited_blocks
 from blasst.kernels.types import LN_2, LOG2_E
+from blasst.kernels.workers import run_all
 
-CHUNK_KEYS = 2048
-"""Keys whose scores are held at once: [group, tile_m, CHUNK_KEYS] float32 has to stay in cache."""
+DENSE_SCORES = 1 << 18
+"""Scores of one dense chunk: 1 MiB, the second-level cache of one core."""
+
+VOTE_SCORES = 1 << 20
+"""Scores of one chunk with a vote: larger, so that kept blocks gather into large matmuls."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Maps:
     """What the query tiles of one request visit: bool [num_heads or 1, m_blocks, n_blocks]."""
 
     visited: torch.Tensor
     partial: torch.Tensor | None
+
+
+class _Head:
+    """One kv head of a request: its keys and values, made by the first tile that needs them.
+
+    k, v: float32 [seqlen_k rounded up to whole blocks, head_dim], zeros at the end.
+    log2_lambda: None = no vote. skipped: blocks skipped by the tiles that are done.
+    """
+
+    def __init__(self, call: Call, request: Request, maps: _Maps, kv_head: int) -> None:
+        self.call, self.request, self.maps, self.kv_head = call, request, maps, kv_head
+        self.tile_n = call.spec.geometry.tile_n
+        log2_lambda = None if call.log2_lambda is None else call.log2_lambda[request.index]
+        self.log2_lambda = None if log2_lambda == -math.inf else log2_lambda
+        self.skipped = 0
+        self._lock = threading.Lock()
+        self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._open = maps.visited.shape[1]
+
+    def keys_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._lock:
+            if self._kv is None:
+                size = blocks(self.request.seqlen_k, self.tile_n) * self.tile_n
+                pair = self.call.gather(self.request, self.kv_head)
+                k, v = (torch.zeros(size, t.shape[1]) for t in pair)
+                k[: self.request.seqlen_k] = pair[0]
+                v[: self.request.seqlen_k] = pair[1]
+                self._kv = k, v
+            return self._kv
+
+    def done(self, skipped: int) -> None:
+        """One query tile is finished; the last one frees the keys."""
+        with self._lock:
+            self.skipped += skipped
+            self._open -= 1
+            if not self._open:
+                self._kv = None
 
 
 @dataclass
@@ -38,6 +82,8 @@ class _Row:
     """
 
     q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
     rows: range
     heads: range
     maximum: torch.Tensor
@@ -49,121 +95,102 @@ class _Row:
     skipped: int = 0
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The request and one kv head of it: float32 k_t [head_dim, seqlen_k], v [seqlen_k, head_dim].
-
-    log2_lambda: None = no vote. scores: scratch for one chunk.
-    """
-
-    call: Call
-    request: Request
-    k_t: torch.Tensor
-    v: torch.Tensor
-    log2_lambda: float | None
-    scores: torch.Tensor
-
-
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
     """Fill `out`, add to `counters`, return lse [num_heads, total_q]."""
     lse = torch.full((call.q.shape[1], call.q.shape[0]), -math.inf)
-    geometry = call.spec.geometry
-    longest = max((r.seqlen_k for r in call.requests), default=0)
-    columns = min(_chunk_keys(geometry.tile_n), blocks(longest, geometry.tile_n) * geometry.tile_n)
-    scores = torch.empty(call.group_size * geometry.tile_m * columns)
+    heads = []
     for request in call.requests:
-        if not request.seqlen_k:
+        if request.seqlen_q and not request.seqlen_k:
             out[request.q_start : request.q_start + request.seqlen_q] = 0
         elif request.seqlen_q:
-            _request(call, request, scores, (out, lse), counters)
+            maps = _maps(call, request)
+            heads += [_Head(call, request, maps, h) for h in range(call.problem.num_kv_heads)]
+    run_all(_tiles(heads, out, lse))
+    if counters is not None and call.log2_lambda is not None:
+        for head in heads:
+            per_head = head.maps.visited.sum((1, 2)).expand(call.problem.num_heads)
+            counters[head.kv_head, 0] += per_head[_head_range(call, head.kv_head)].sum()
+            counters[head.kv_head, 1] += head.skipped
     return lse
 
 
-def _request(
-    call: Call,
-    request: Request,
-    scores: torch.Tensor,
-    results: tuple[torch.Tensor, torch.Tensor],
-    counters: torch.Tensor | None,
-) -> None:
-    maps = _Maps(visited_blocks(call, request), None)
-    if call.spec.block_mask is not None:
-        maps.partial = partial_blocks(call.spec.block_mask, request, maps.visited)
-    log2_lambda = None if call.log2_lambda is None else call.log2_lambda[request.index]
-    if log2_lambda == -math.inf:
-        log2_lambda = None
-    skipped = []
-    for kv_head in range(call.problem.num_kv_heads):
-        k, v = call.gather(request, kv_head)
-        head = _Head(call, request, k.float().t(), v.float(), log2_lambda, scores)
-        skipped.append(0)
-        for m in range(maps.visited.shape[1]):
-            row = _start(call, request, maps, kv_head, m)
-            _attend(head, row)
-            _finish(request, row, *results)
-            skipped[-1] += row.skipped
-    if counters is not None and call.log2_lambda is not None:
-        per_head = maps.visited.sum((1, 2)).expand(call.problem.num_heads)
-        counters[:, 0] += per_head.view(call.problem.num_kv_heads, -1).sum(1)
-        counters[:, 1] += torch.tensor(skipped)
+def _maps(call: Call, request: Request) -> _Maps:
+    visited = visited_blocks(call, request)
+    mask = call.spec.block_mask
+    return _Maps(visited, None if mask is None else partial_blocks(mask, request, visited))
 
 
-def _start(call: Call, request: Request, maps: _Maps, kv_head: int, m: int) -> _Row:
-    tile_m, group = call.spec.geometry.tile_m, call.group_size
-    rows = range(m * tile_m, min((m + 1) * tile_m, request.seqlen_q))
-    heads = range(kv_head * group, (kv_head + 1) * group)
-    at = slice(request.q_start + rows.start, request.q_start + rows.stop)
-    q = call.q[at, heads.start : heads.stop].transpose(0, 1).float()
-    q = (q * (call.softmax_scale * LOG2_E)).contiguous()
-    visited = maps.visited[:, m].expand(call.problem.num_heads, -1)[heads.start : heads.stop]
-    partial = None
-    if maps.partial is not None:
-        partial = maps.partial[:, m].expand(call.problem.num_heads, -1)[heads.start : heads.stop]
-    order = torch.arange(visited.shape[1])
-    return _Row(
-        q=q,
-        rows=rows,
-        heads=heads,
-        maximum=torch.full(q.shape[:2], -math.inf),
-        row_sum=torch.zeros(q.shape[:2]),
-        acc=torch.zeros_like(q),
-        visited=None if partial is None else visited,
-        partial=partial,
-        first=torch.where(visited, order, -1).amax(1, keepdim=True),
-    )
+def _head_range(call: Call, kv_head: int) -> slice:
+    return slice(kv_head * call.group_size, (kv_head + 1) * call.group_size)
 
 
-def _finish(request: Request, row: _Row, out: torch.Tensor, lse: torch.Tensor) -> None:
-    heads = slice(row.heads.start, row.heads.stop)
-    at = slice(request.q_start + row.rows.start, request.q_start + row.rows.stop)
-    row.acc /= row.row_sum.masked_fill(row.row_sum == 0, 1.0)[..., None]
-    out[at, heads] = row.acc.transpose(0, 1).to(out.dtype)
-    lse[heads, at] = (row.maximum + row.row_sum.log2()) * LN_2
+def _tiles(
+    heads: list[_Head], out: torch.Tensor, lse: torch.Tensor
+) -> Iterator[Callable[[], None]]:
+    """The tiles of query rows, those with the most keys first, so that threads end together."""
+    for head in heads:
+        for m in reversed(range(head.maps.visited.shape[1])):
+            yield partial(_tile, head, m, out, lse)
 
 
-def _attend(head: _Head, row: _Row) -> None:
-    """All chunks of key blocks that the row reaches, from the diagonal to the left."""
-    tile_n = head.call.spec.geometry.tile_n
-    chunk = _chunk_keys(tile_n)
+def _tile(head: _Head, m: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+    row = _start(head, m)
+    chunk = _chunk_keys(head, row)
     end = key_end(head.call, head.request, row.rows.stop)
     while end > 0:
         start = (end - 1) // chunk * chunk
-        span = slice(start // tile_n, blocks(end, tile_n))
+        span = slice(start // head.tile_n, blocks(end, head.tile_n))
         if row.visited is None or bool(row.visited[:, span].any()):
-            scores = _scores(head, row, start, end)
-            _accumulate(head, row, scores, start, span)
+            _accumulate(head, row, _scores(head, row, start, end), span)
         end = start
+    row.acc /= row.row_sum.masked_fill(row.row_sum == 0, 1.0)[..., None]
+    at = slice(head.request.q_start + row.rows.start, head.request.q_start + row.rows.stop)
+    span = slice(row.heads.start, row.heads.stop)
+    out[at, span] = row.acc.transpose(0, 1).to(out.dtype)
+    lse[span, at] = (row.maximum + row.row_sum.log2()) * LN_2
+    head.done(row.skipped)
+
+
+def _start(head: _Head, m: int) -> _Row:
+    call, request = head.call, head.request
+    tile_m = call.spec.geometry.tile_m
+    rows = range(m * tile_m, min((m + 1) * tile_m, request.seqlen_q))
+    heads = _head_range(call, head.kv_head)
+    q = call.q[request.q_start + rows.start : request.q_start + rows.stop, heads]
+    q = (q.transpose(0, 1).float() * (call.softmax_scale * LOG2_E)).contiguous()
+    visited, partial_map = (
+        None if t is None else t[:, m].expand(call.problem.num_heads, -1)[heads]
+        for t in (head.maps.visited, head.maps.partial)
+    )
+    assert visited is not None
+    k, v = head.keys_values()
+    return _Row(
+        q=q,
+        k=k,
+        v=v,
+        rows=rows,
+        heads=range(heads.start, heads.stop),
+        maximum=torch.full(q.shape[:2], -math.inf),
+        row_sum=torch.zeros(q.shape[:2]),
+        acc=torch.zeros_like(q),
+        visited=None if partial_map is None else visited,
+        partial=partial_map,
+        first=torch.where(visited, torch.arange(visited.shape[1]), -1).amax(1, keepdim=True),
+    )
+
+
+def _chunk_keys(head: _Head, row: _Row) -> int:
+    scores = DENSE_SCORES if head.log2_lambda is None else VOTE_SCORES
+    fit = scores // (row.q.shape[0] * row.q.shape[1])
+    return max(1, fit // head.tile_n) * head.tile_n
 
 
 def _scores(head: _Head, row: _Row, start: int, end: int) -> torch.Tensor:
     """S = Q @ K.T in log2 units, [group, rows, keys rounded up to whole blocks], -inf = hidden."""
     group, rows, _ = row.q.shape
-    tile_n = head.call.spec.geometry.tile_n
-    columns = blocks(end - start, tile_n) * tile_n
-    flat = head.scores[: group * rows * columns].view(group * rows, columns)
-    torch.mm(row.q.flatten(0, 1), head.k_t[:, start:end], out=flat[:, : end - start])
-    flat[:, end - start :] = -math.inf
-    scores = flat.view(group, rows, columns)
+    stop = blocks(end, head.tile_n) * head.tile_n
+    scores = _matmul(row.q.flatten(0, 1), row.k[start:stop]).view(group, rows, stop - start)
+    scores[..., end - start :] = -math.inf
     if head.call.spec.causal:
         first = head.request.context + row.rows.start
         hidden_from = max(start, first + 1)
@@ -172,15 +199,17 @@ def _scores(head: _Head, row: _Row, start: int, end: int) -> torch.Tensor:
             position = torch.arange(first, first + rows)[:, None]
             scores[..., hidden_from - start : end - start].masked_fill_(key > position, -math.inf)
     if row.visited is not None and row.partial is not None:
-        span = slice(start // tile_n, blocks(end, tile_n))
-        visible = ~row.partial[:, None, span].repeat_interleave(tile_n, -1)
-        visible = visible | mask_scores(head.call, head.request, scores, row.heads, row.rows, start)
-        visible &= row.visited[:, None, span].repeat_interleave(tile_n, -1)
+        span = slice(start // head.tile_n, stop // head.tile_n)
+        unmasked = ~row.partial[:, None, span].repeat_interleave(head.tile_n, -1)
+        visible = unmasked | mask_scores(
+            head.call, head.request, scores, row.heads, row.rows, start
+        )
+        visible &= row.visited[:, None, span].repeat_interleave(head.tile_n, -1)
         scores.masked_fill_(~visible, -math.inf)
     return scores
 
 
-def _accumulate(head: _Head, row: _Row, scores: torch.Tensor, start: int, span: slice) -> None:
+def _accumulate(head: _Head, row: _Row, scores: torch.Tensor, span: slice) -> None:
     """The running softmax over one chunk: O += P @ V for the blocks that are kept."""
     kept = None if row.visited is None else row.visited[:, span]
     if head.log2_lambda is None:
@@ -199,14 +228,15 @@ def _accumulate(head: _Head, row: _Row, scores: torch.Tensor, start: int, span: 
     row.row_sum *= rescale
     row.acc *= rescale[..., None]
     row.maximum = maximum
-    v = head.v[start : start + scores.shape[-1]]
+    v = row.v[span.start * head.tile_n : span.stop * head.tile_n]
     if kept is None or bool(kept.all()):
-        p = scores.sub_(base[..., None]).exp2_()
-        row.row_sum += p.sum(-1)
-        flat = p.view(-1, p.shape[-1])[:, : v.shape[0]]
-        row.acc.view(-1, v.shape[1]).addmm_(flat, v)
+        _add(scores, base, row.row_sum, row.acc, v)
+    elif bool((kept == kept[0]).all()):
+        _add_kept(scores, base, (row.row_sum, row.acc), v, kept[0])
     else:
-        _kept_blocks(head, row, scores, base, v, kept)
+        for g in range(kept.shape[0]):
+            state = row.row_sum[g : g + 1], row.acc[g : g + 1]
+            _add_kept(scores[g : g + 1], base[g : g + 1], state, v, kept[g])
 
 
 def _vote(
@@ -223,24 +253,38 @@ def _vote(
     return running_max[..., 0], drop.amax(1) < log2_lambda
 
 
-def _kept_blocks(
-    head: _Head,
-    row: _Row,
+def _add_kept(
     scores: torch.Tensor,
     base: torch.Tensor,
+    state: tuple[torch.Tensor, torch.Tensor],
     v: torch.Tensor,
     kept: torch.Tensor,
 ) -> None:
-    tile_n = head.call.spec.geometry.tile_n
-    for g, blocks_kept in enumerate(kept.tolist()):
-        for n, keep in enumerate(blocks_kept):
-            if not keep:
-                continue
-            keys = slice(n * tile_n, min((n + 1) * tile_n, v.shape[0]))
-            p = scores[g, :, keys].sub_(base[g, :, None]).exp2_()
-            row.row_sum[g] += p.sum(-1)
-            row.acc[g].addmm_(p, v[keys])
+    """`_add` for the blocks in `kept` [n_blocks], gathered side by side."""
+    index = kept.nonzero()[:, 0]
+    if index.numel():
+        group, rows, _ = scores.shape
+        blocked = scores.view(group, rows, kept.numel(), -1)
+        v_kept = v.view(kept.numel(), -1, v.shape[1]).index_select(0, index).flatten(0, 1)
+        _add(blocked.index_select(2, index).flatten(2), base, *state, v_kept)
 
 
-def _chunk_keys(tile_n: int) -> int:
-    return max(tile_n, CHUNK_KEYS // tile_n * tile_n)
+def _add(
+    scores: torch.Tensor,
+    base: torch.Tensor,
+    row_sum: torch.Tensor,
+    acc: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    p = scores.sub_(base[..., None]).exp2_()
+    row_sum += p.sum(-1)
+    # O += P @ V
+    acc += _matmul(p.flatten(0, 1), v.t()).view_as(acc)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b.T of float32 matrices; oneDNN where torch has it, twice as fast as MKL on AMD."""
+    if torch._C._has_mkldnn:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+        return product
+    return a @ b.t()
