@@ -156,5 +156,6 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def _parse(record: dict[str, Any]) -> Sample:
-    lists = {name: tuple(record.pop(name)) for name in ("prompt", "gold", "answers", "needles")}
-    return Sample(**record, **lists)
+    lists = ("prompt", "gold", "answers", "needles")
+    fields: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in record.items()}
+    return Sample(**fields)

@@ -1,0 +1,125 @@
+"""Results as cells: one number of each kind per threshold, task and length."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blasst.evals.errors import InputError
+from blasst.evals.metrics import task_score
+from blasst.evals.store import Record
+from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, order_of, point_of
+
+
+@dataclass(frozen=True)
+class Cell:
+    """samples 0: nothing measured, every number is NaN. score: 0..100. gold_nll: nats a token.
+    ttft_s: median seconds. skip_rate: skipped / visited tiles, NaN where none were visited."""
+
+    point: Point
+    task: str
+    length: int
+    samples: int
+    prompt_tokens: float
+    score: float
+    gold_nll: float
+    ttft_s: float
+    skip_rate: float
+
+    @property
+    def skip_lambda(self) -> float | None:
+        return lambda_at(self.point, self.length)
+
+    @property
+    def mag(self) -> float | None:
+        return mag_at(self.point, self.length)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Cells of one server: the full grid of points x tasks x lengths, holes included.
+
+    layer_rates: (threshold key, length) -> layer -> skip rate. others: samples in the file that
+    belong to another server, model or setting and are left out.
+    """
+
+    points: tuple[Point, ...]
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    cells: tuple[Cell, ...]
+    layer_rates: dict[tuple[str, int], dict[int, float]]
+    plan: Record
+    others: int
+
+    def cell(self, point: Point, task: str, length: int) -> Cell:
+        wanted = (key_of(point), task, length)
+        return next(c for c in self.cells if (key_of(c.point), c.task, c.length) == wanted)
+
+
+def collect(records: Sequence[Record]) -> Results:
+    """Of the server that the last plan in the file names. Raises InputError without any."""
+    plans = [r for r in records if r["kind"] == "plan"]
+    if not plans:
+        raise InputError("the results hold no plan; make them with `blasst ruler sweep` or `run`")
+    plan = plans[-1]
+    same = [p for p in plans if p["fingerprint"] == plan["fingerprint"]]
+    samples = [r for r in records if r["kind"] == "sample"]
+    ours = [r for r in samples if r["fingerprint"] == plan["fingerprint"]]
+    points = sorted(
+        {key: point_of(key) for p in same for key in p["thresholds"]}.values(), key=order_of
+    )
+    tasks = list(dict.fromkeys(task for p in same for task in p["tasks"]))
+    lengths = sorted({length for p in same for length in p["lengths"]})
+    grid: dict[tuple[str, str, int], list[Record]] = {}
+    for record in ours:
+        grid.setdefault((record["threshold"], record["task"], record["length"]), []).append(record)
+    cells = tuple(
+        _cell(point, task, length, grid.get((key_of(point), task, length), []))
+        for length in lengths
+        for task in tasks
+        for point in points
+    )
+    return Results(
+        points=tuple(points),
+        tasks=tuple(tasks),
+        lengths=tuple(lengths),
+        cells=cells,
+        layer_rates=_layer_rates(ours),
+        plan=plan,
+        others=len(samples) - len(ours),
+    )
+
+
+def _cell(point: Point, task: str, length: int, records: list[Record]) -> Cell:
+    def mean(name: str) -> float:
+        return statistics.fmean(float(r[name]) for r in records) if records else math.nan
+
+    visited = sum(r["visited"] for r in records)
+    skipped = sum(r["skipped"] for r in records)
+    return Cell(
+        point=point,
+        task=task,
+        length=length,
+        samples=len(records),
+        prompt_tokens=mean("prompt_tokens"),
+        score=task_score([r["match"] for r in records]),
+        gold_nll=mean("gold_nll"),
+        ttft_s=statistics.median(r["ttft_s"] for r in records) if records else math.nan,
+        skip_rate=skipped / visited if visited else math.nan,
+    )
+
+
+def _layer_rates(records: Sequence[Record]) -> dict[tuple[str, int], dict[int, float]]:
+    sums: dict[tuple[str, int], dict[int, list[int]]] = {}
+    for record in records:
+        layers = sums.setdefault((record["threshold"], record["length"]), {})
+        for layer, visited, skipped in record["layers"]:
+            pair = layers.setdefault(layer, [0, 0])
+            pair[0] += visited
+            pair[1] += skipped
+    return {
+        key: {layer: s / v for layer, (v, s) in sorted(layers.items()) if v}
+        for key, layers in sums.items()
+    }

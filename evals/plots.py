@@ -1,0 +1,180 @@
+"""Plots as SVG text, drawn here: small line charts over an ordered axis, and a heat map.
+
+NaN and missing values leave a gap; a single point is a dot.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a3d9a", "#555555")
+_WIDTH, _HEIGHT = 420, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 30, 46
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line; values run along the axis, NaN = not measured."""
+
+    name: str
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """x: names of the ordered positions. unit: what the y axis counts. low: where y begins."""
+
+    title: str
+    unit: str
+    x: Sequence[str]
+    series: Sequence[Series]
+    low: float | None = None
+    percent: bool = False
+
+
+def line_chart(chart: Chart) -> str:
+    """The chart as an <svg> element that scales with its container."""
+    finite = [v for s in chart.series for v in s.values if math.isfinite(v)]
+    ticks = nice_ticks(min(finite), max(finite), chart.low) if finite else [0.0, 1.0]
+    low, high = ticks[0], ticks[-1]
+    inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def at_x(i: int) -> float:
+        return _LEFT + inner_w * (i + 0.5) / max(1, len(chart.x))
+
+    def at_y(value: float) -> float:
+        return _TOP + inner_h * (1 - (value - low) / (high - low))
+
+    parts = [_text(_LEFT, 17, chart.title, "title"), _y_unit(chart.unit)]
+    for tick in ticks:
+        y = at_y(tick)
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(_text(_LEFT - 6, y + 4, _tick_name(tick, ticks, chart.percent), "end"))
+    for i, name in enumerate(chart.x):
+        parts.append(_text(at_x(i), _HEIGHT - _BOTTOM + 18, name, "middle"))
+    if not finite:
+        parts.append(_text(_LEFT + inner_w / 2, _TOP + inner_h / 2, "not measured", "middle"))
+    for number, series in enumerate(chart.series):
+        color = COLORS[number % len(COLORS)]
+        points = [
+            (at_x(i), at_y(v)) if math.isfinite(v) else None for i, v in enumerate(series.values)
+        ]
+        for run in _runs(points):
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)
+            parts.append(
+                f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>'
+            )
+        for i, point in enumerate(points):
+            if point is not None:
+                label = f"{series.name}, {chart.x[i]}: {series.values[i]:.4g}"
+                parts.append(_dot(point, color, number, label))
+    return _svg(_WIDTH, _HEIGHT, chart.title, parts)
+
+
+def legend(names: Sequence[str]) -> str:
+    """The colours of the series, as HTML."""
+    items = (
+        f'<span class="key"><svg viewBox="0 0 12 12" width="12" height="12">'
+        f"{_dot((6.0, 6.0), COLORS[i % len(COLORS)], i, '')}</svg>{html.escape(name)}</span>"
+        for i, name in enumerate(names)
+    )
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
+def heat_map(
+    title: str, rows: Sequence[str], columns: Sequence[int], values: Sequence[Sequence[float]]
+) -> str:
+    """Rates 0..1 as a table of coloured squares; NaN is left white. columns: layer numbers."""
+    size = max(14, min(26, 620 // max(1, len(columns))))
+    left, top = 118, 44
+    width, height = left + size * len(columns) + 10, top + size * len(rows) + 8
+    parts = [_text(8, 17, title, "title"), _text(left - 8, top - 8, "layer", "end")]
+    for j, column in enumerate(columns):
+        if j % (1 if size >= 20 else 2) == 0:
+            parts.append(_text(left + size * (j + 0.5), top - 8, str(column), "middle"))
+    for i, name in enumerate(rows):
+        parts.append(_text(left - 8, top + size * (i + 0.5) + 4, name, "end"))
+        for j, column in enumerate(columns):
+            value = values[i][j]
+            known = math.isfinite(value)
+            label = f"{name}, layer {column}: " + (f"{value:.1%}" if known else "not measured")
+            parts.append(
+                f'<rect x="{left + size * j}" y="{top + size * i}" width="{size - 1}" '
+                f'height="{size - 1}" fill="{_shade(value) if known else "#fff"}" stroke="#ccc" '
+                f'stroke-width="0.5"><title>{html.escape(label)}</title></rect>'
+            )
+    return _svg(width, height, title, parts)
+
+
+def nice_ticks(low: float, high: float, floor: float | None = None) -> list[float]:
+    """3 to 7 round numbers that cover low..high (from `floor` on, if given); never one alone."""
+    if floor is not None:
+        low = min(low, floor)
+    if high - low < 1e-12 * max(1.0, abs(high)):
+        pad = abs(high) * 0.1 or 1.0
+        low, high = (low if floor is not None else low - pad), high + pad
+    raw = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _tick_name(value: float, ticks: Sequence[float], percent: bool) -> str:
+    step = ticks[1] - ticks[0]
+    if percent:
+        value, step = value * 100, step * 100
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    # 2.5 and 0.25 need one digit more than their power of ten.
+    digits += round(step * 10**digits, 6) % 1 > 0
+    return f"{value:.{digits}f}" + ("%" if percent else "")
+
+
+def _runs(points: Sequence[tuple[float, float] | None]) -> list[list[tuple[float, float]]]:
+    """The stretches of two and more neighbours without a gap."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for point in points:
+        if point is None:
+            runs.append([])
+        else:
+            runs[-1].append(point)
+    return [run for run in runs if len(run) > 1]
+
+
+def _dot(at: tuple[float, float], color: str, number: int, label: str) -> str:
+    """Circles and squares by turns, so that colour is not all that tells series apart."""
+    x, y = at
+    title = f"<title>{html.escape(label)}</title>" if label else ""
+    if number % 2:
+        corner = f'x="{x - 3.5:.1f}" y="{y - 3.5:.1f}"'
+        return f'<rect {corner} width="7" height="7" fill="{color}">{title}</rect>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">{title}</circle>'
+
+
+def _shade(rate: float) -> str:
+    """White to dark blue."""
+    share = min(1.0, max(0.0, rate))
+    red, green, blue = (round(255 + (dark - 255) * share) for dark in (8, 48, 107))
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>'
+
+
+def _y_unit(unit: str) -> str:
+    middle = _TOP + (_HEIGHT - _TOP - _BOTTOM) / 2
+    turned = f"translate(13,{middle:.0f}) rotate(-90)"
+    return f'<text class="middle" transform="{turned}">{html.escape(unit)}</text>'
+
+
+def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
+        f'aria-label="{html.escape(title, quote=True)}">{"".join(parts)}</svg>'
+    )

@@ -1,0 +1,62 @@
+"""Progress on stderr: one line that is rewritten on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+_EVERY_S = 10.0
+
+
+def duration(seconds: float) -> str:
+    """75 -> 1:15, 4000 -> 1:06:40."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    tail = f"{rest % 60:02d}"
+    return f"{hours}:{rest // 60:02d}:{tail}" if hours else f"{rest // 60}:{tail}"
+
+
+class Progress:
+    """Counts steps of one total and estimates the time left from those done in this run."""
+
+    def __init__(self, total: int, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self.total = total
+        self.done = 0
+        self._stream = stream if stream is not None else sys.stderr
+        self._quiet = quiet
+        self._start = time.monotonic()
+        self._last = -_EVERY_S
+        self._live = self._stream.isatty()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if not self._quiet:
+            self._clear()
+            print(text, file=self._stream, flush=True)
+
+    def step(self, what: str) -> None:
+        """One more is done; `what` names it."""
+        self.done += 1
+        elapsed = time.monotonic() - self._start
+        due = self._live or elapsed - self._last >= _EVERY_S or self.done == self.total
+        if self._quiet or not due:
+            return
+        self._last = elapsed
+        left = duration(elapsed / self.done * (self.total - self.done))
+        line = f"{self.done}/{self.total}  {what}  elapsed {duration(elapsed)}  left about {left}"
+        if self._live:
+            self._clear()
+            self._stream.write(line)
+            self._stream.flush()
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if not self._quiet:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self._live:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

@@ -1,0 +1,217 @@
+"""The report of a sweep: one self-contained HTML page, the same as Markdown, and the raw cells."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from blasst.evals.cells import Cell, Results
+from blasst.evals.errors import InputError
+from blasst.evals.plots import Chart, Series, heat_map, legend, line_chart
+from blasst.evals.thresholds import key_of, name_of
+
+COLUMNS = (
+    "MAG",
+    "lambda",
+    "task",
+    "length",
+    "n",
+    "score",
+    "gold NLL",
+    "TTFT (s)",
+    "skip rate",
+)
+_METRICS: tuple[tuple[str, str, str, float | None, bool], ...] = (
+    ("score", "Score", "0..100", 0.0, False),
+    ("gold_nll", "Gold-answer NLL", "nats a token", None, False),
+    ("ttft_s", "TTFT, median", "seconds", 0.0, False),
+    ("skip_rate", "Skip rate", "of visited tiles", 0.0, True),
+)
+
+
+def row_of(cell: Cell) -> tuple[str, ...]:
+    """A cell as the words of the table's COLUMNS; "-" for what was not measured."""
+    return (
+        "dense" if cell.point is None else _number(cell.mag, "{:.5g}"),
+        "-" if cell.skip_lambda is None else f"{cell.skip_lambda:.3g}",
+        cell.task,
+        str(cell.length),
+        str(cell.samples),
+        _number(cell.score, "{:.1f}"),
+        _number(cell.gold_nll, "{:.4f}"),
+        _number(cell.ttft_s, "{:.3f}"),
+        _number(cell.skip_rate, "{:.1%}"),
+    )
+
+
+def text_table(results: Results) -> str:
+    """The table for a terminal, columns aligned."""
+    rows = [COLUMNS, *(row_of(cell) for cell in results.cells)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    lines = []
+    for row in rows:
+        words = [
+            word.ljust(w) if i == 2 else word.rjust(w)
+            for i, (word, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(words).rstrip())
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(lines)
+
+
+def markdown(results: Results) -> str:
+    """The table, and how it was made."""
+    lines = ["# RULER at thresholds", "", "| " + " | ".join(COLUMNS) + " |"]
+    lines.append("|" + "|".join("--" if i == 2 else "--:" for i in range(len(COLUMNS))) + "|")
+    lines += ["| " + " | ".join(row_of(cell)) + " |" for cell in results.cells]
+    lines += ["", *_notes(results), "", "## To reproduce", ""]
+    lines += [f"* {name}: `{value}`" for name, value in _facts(results)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """Cells as numbers; null for what was not measured."""
+    return {
+        "cells": [
+            {
+                "threshold": key_of(cell.point),
+                "mag": cell.mag,
+                "lambda": cell.skip_lambda,
+                "task": cell.task,
+                "length": cell.length,
+                "samples": cell.samples,
+                "prompt_tokens": _finite(cell.prompt_tokens),
+                "score": _finite(cell.score),
+                "gold_nll": _finite(cell.gold_nll),
+                "ttft_s": _finite(cell.ttft_s),
+                "skip_rate": _finite(cell.skip_rate),
+            }
+            for cell in results.cells
+        ],
+        "plan": results.plan,
+        "other_samples": results.others,
+    }
+
+
+def page(results: Results) -> str:
+    """The HTML page: no script, nothing loaded from elsewhere."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        columns=COLUMNS,
+        rows=[row_of(cell) for cell in results.cells],
+        group=len(results.points),
+        notes=_notes(results),
+        legend=legend(results.tasks),
+        charts=_charts(results),
+        heat_maps=_heat_maps(results),
+        facts=_facts(results),
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(results.plan["at"])),
+    )
+
+
+def write_report(results: Results, folder: Path) -> Path:
+    """index.html and report.md in `folder`; returns the page's path."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.md").write_text(markdown(results), encoding="utf-8")
+        target = folder / "index.html"
+        target.write_text(page(results), encoding="utf-8")
+    except OSError as e:
+        raise InputError(f"{folder} cannot be written: {e.strerror}; give another --out") from e
+    return target
+
+
+def _charts(results: Results) -> list[tuple[int, list[str]]]:
+    """Per length, one chart for each metric over the thresholds."""
+    x = [_short(name_of(point)) for point in results.points]
+    out = []
+    for length in results.lengths:
+        charts = []
+        for field, title, unit, low, percent in _METRICS:
+            series = [
+                Series(
+                    task, [getattr(results.cell(p, task, length), field) for p in results.points]
+                )
+                for task in results.tasks
+            ]
+            charts.append(line_chart(Chart(title, unit, x, series, low, percent)))
+        out.append((length, charts))
+    return out
+
+
+def _heat_maps(results: Results) -> list[str]:
+    out = []
+    for length in results.lengths:
+        rates = {
+            name_of(point): found
+            for point in results.points
+            if (found := results.layer_rates.get((key_of(point), length)))
+        }
+        layers = sorted({layer for found in rates.values() for layer in found})
+        if layers:
+            values = [[found.get(n, math.nan) for n in layers] for found in rates.values()]
+            title = f"Skip rate by layer at {length} tokens"
+            out.append(heat_map(title, list(rates), layers, values))
+    return out
+
+
+def _notes(results: Results) -> list[str]:
+    holes = sum(cell.samples == 0 for cell in results.cells)
+    notes = [
+        "A higher MAG skips less: lambda = 2^(-MAG/1000). Score is RULER's string_match_all, the "
+        "share of references found, 0 to 100. Gold NLL is the mean -ln p of the gold answer's "
+        "tokens, which are then part of the prefill. TTFT is the median at concurrency 1, "
+        "measured by the client, without prefix-cache hits. Skip rate is skipped / visited tiles "
+        "of P.V. A cell with few samples (n) shows that a path works, not which threshold is safe."
+    ]
+    if holes:
+        notes.append(f"{holes} of {len(results.cells)} cells are not measured yet (n = 0).")
+    if results.others:
+        notes.append(
+            f"{results.others} samples in the file are of another server, model or setting and "
+            "are left out."
+        )
+    return notes
+
+
+def _facts(results: Results) -> list[tuple[str, str]]:
+    plan = results.plan
+    server = plan["server"]
+    facts: list[tuple[str, object]] = [
+        ("command", " ".join(plan["command"])),
+        ("model", f"{server['root']} (served as {server['model']})"),
+        ("max_model_len", server["max_model_len"]),
+        ("min_context", server["min_context"]),
+        ("vLLM", server["vllm_version"] or "unknown"),
+        ("blasst", plan["blasst_version"]),
+        ("Python", plan["python"]),
+        ("machine", plan["machine"]),
+        ("seeds", ", ".join(map(str, plan["seeds"]))),
+        ("prompt format", plan["prompt_format"]),
+        ("answer tokens", "as RULER" if plan["max_tokens"] is None else f"<= {plan['max_tokens']}"),
+        ("tokenizer sha256", plan["tokenizer_sha256"]),
+        ("server fingerprint", plan["fingerprint"]),
+    ]
+    return [(name, str(value)) for name, value in facts]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("MAG ")
+
+
+def _number(value: float | None, pattern: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else pattern.format(value)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

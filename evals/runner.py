@@ -1,0 +1,238 @@
+"""One threshold at a time: set it, prove that it is in force, measure samples, prove it again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blasst.evals.client import Completions, ServedModel
+from blasst.evals.errors import InputError, ServerError
+from blasst.evals.metrics import string_match_all
+from blasst.evals.samples import Sample
+from blasst.evals.sidecar import Counters, Setting, Sidecar
+from blasst.evals.store import Record, ResultStore
+from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, name_of
+
+RECORD_VERSION = 1
+DEFAULT_MIN_CONTEXT = 8192
+"""The engine's own setting, in force where the sidecar names none (prompt tokens)."""
+_PROBE_MIN = 256
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """max_tokens: at most this many answer tokens (None: the task's own). settle_s: how long the
+    counters may lag behind a request. min_context: None keeps what the deployment has."""
+
+    max_tokens: int | None = None
+    settle_s: float = 20.0
+    min_context: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InputError(f"--max-tokens {self.max_tokens}: give at least 1")
+        if not 0 < self.settle_s < float("inf"):
+            raise InputError(f"--settle {self.settle_s:g}: give seconds above 0")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Prompt tokens that must appear on each path."""
+
+    vote: int
+    dense: int
+
+    @property
+    def total(self) -> int:
+        return self.vote + self.dense
+
+
+class Runner:
+    """Measures on one server at concurrency 1 and appends to one store."""
+
+    def __init__(
+        self,
+        client: Completions,
+        sidecar: Sidecar,
+        store: ResultStore,
+        options: RunOptions,
+        served_name: str | None = None,
+    ) -> None:
+        self.client, self.sidecar, self.store, self.options = client, sidecar, store, options
+        self.model: ServedModel = client.model(served_name)
+        self.initial: Setting = sidecar.get()
+        wanted = options.min_context
+        self.min_context = wanted if wanted is not None else self.initial.min_context
+        self.server = self._server_details()
+        self.fingerprint = _sha(json.dumps(self.server, sort_keys=True))
+
+    def _server_details(self) -> dict[str, Any]:
+        """What a result depends on besides prompt and threshold."""
+        return {
+            "model": self.model.name,
+            "root": self.model.root.rstrip("/").rsplit("/", 1)[-1],
+            "max_model_len": self.model.max_model_len,
+            "vllm_version": self.model.version,
+            "min_context": self.floor,
+            "record_version": RECORD_VERSION,
+        }
+
+    @property
+    def floor(self) -> int:
+        """Prompt tokens below which a request runs dense."""
+        return DEFAULT_MIN_CONTEXT if self.min_context is None else self.min_context
+
+    def check_length(self, length: int) -> None:
+        """Raises InputError when the server cannot take prompts of `length` tokens whole."""
+        limit = self.model.max_model_len
+        if limit is not None and length > limit:
+            raise InputError(
+                f"length {length} is beyond the server's max_model_len {limit}; give shorter "
+                f"lengths or serve with --max-model-len {length}"
+            )
+
+    def key(self, sample: Sample, point: Point) -> str:
+        """One measurement: prompt and gold ids, server, threshold, answer budget."""
+        parts = (sample.prompt_sha256, self.fingerprint, key_of(point), str(self._budget(sample)))
+        return _sha("|".join(parts))
+
+    def pending(self, samples: Sequence[Sample], point: Point) -> list[Sample]:
+        return [sample for sample in samples if self.key(sample, point) not in self.store]
+
+    def warm_up(self, sample: Sample) -> None:
+        """One prefill of full length, not measured: allocations and caches of the first one."""
+        before = self.sidecar.counters()
+        self.client.generate(self.model.name, sample.prompt, 2)
+        self.sidecar.settled(before, len(sample.prompt), self.options.settle_s)
+
+    def run_cell(
+        self, point: Point, samples: Sequence[Sample], go_on: Callable[[Sample], bool]
+    ) -> None:
+        """Measure each sample under `point` and store it, as long as `go_on` of it says so.
+
+        Raises ServerError when the threshold is not in force, changes on the way, or a counter
+        does not move as this threshold must move it.
+        """
+        setting = self.activate(point, samples[0])
+        before = self.sidecar.counters()
+        for sample in samples:
+            record, before = self._measure(sample, point, setting, before)
+            self.store.append(record)
+            if not go_on(sample):
+                break
+        if (now := self.sidecar.get()).generation != setting.generation:
+            raise ServerError(
+                f"the threshold changed during the cell {name_of(point)}: generation "
+                f"{now.generation} instead of {setting.generation}; its results stay, but run one "
+                "sweep at a time against a server"
+            )
+
+    def activate(self, point: Point, sample: Sample) -> Setting:
+        """Set the threshold, send one short probe, and check generation and counters."""
+        reason = f"RULER sweep, {name_of(point)}"
+        setting = self.sidecar.put(point, min_context=self.min_context, reason=reason)
+        before = self.sidecar.counters()
+        probe = sample.prompt[: max(self.floor, _PROBE_MIN)]
+        self.client.generate(self.model.name, probe, 1)
+        setting = self.sidecar.wait_converged(setting.generation, self.options.settle_s)
+        after = self.sidecar.settled(before, len(probe), self.options.settle_s)
+        expected = self._expected(point, [len(probe)])
+        check_counters(after.since(before), expected, point, "the probe request")
+        return setting
+
+    def restore(self) -> None:
+        """The threshold that the deployment had before."""
+        self.sidecar.put(
+            self.initial.threshold, min_context=self.initial.min_context, reason="RULER sweep over"
+        )
+
+    def _budget(self, sample: Sample) -> int:
+        limit = self.options.max_tokens
+        return sample.max_tokens if limit is None else min(limit, sample.max_tokens)
+
+    def _expected(self, point: Point, lengths: Sequence[int]) -> Expected:
+        vote = sum(n for n in lengths if point is not None and n >= self.floor)
+        return Expected(vote, sum(lengths) - vote)
+
+    def _measure(
+        self, sample: Sample, point: Point, setting: Setting, before: Counters
+    ) -> tuple[Record, Counters]:
+        name, prompt = self.model.name, sample.prompt
+        answer = self.client.generate(name, prompt, self._budget(sample))
+        nll = self.client.gold_nll(name, prompt, sample.gold)
+        expected = self._expected(point, [len(prompt), len(prompt) + len(sample.gold)])
+        after = self.sidecar.settled(before, expected.total, self.options.settle_s)
+        moved = after.since(before)
+        check_counters(moved, expected, point, sample.id)
+        record = {
+            "kind": "sample",
+            "key": self.key(sample, point),
+            "fingerprint": self.fingerprint,
+            "threshold": key_of(point),
+            "lambda": lambda_at(point, len(prompt)),
+            "mag": mag_at(point, len(prompt)),
+            "generation": setting.generation,
+            "sample": sample.id,
+            "task": sample.task,
+            "length": sample.length,
+            "index": sample.index,
+            "seed": sample.seed,
+            "prompt_sha256": sample.prompt_sha256,
+            "prompt_tokens": len(prompt),
+            "gold_tokens": len(sample.gold),
+            "depths": [round(depth, 4) for depth in sample.depths],
+            "prediction": answer.text,
+            "answers": list(sample.answers),
+            "match": string_match_all(answer.text, sample.answers),
+            "gold_nll": nll,
+            "ttft_s": answer.ttft_s,
+            "total_s": answer.total_s,
+            "completion_tokens": answer.completion_tokens,
+            "finish_reason": answer.finish_reason,
+            "visited": moved.visited,
+            "skipped": moved.skipped,
+            "layers": [[layer, *pair] for layer, pair in moved.layers.items()],
+            "at": time.time(),
+        }
+        return record, after
+
+
+def check_counters(moved: Counters, expected: Expected, point: Point, what: str) -> None:
+    """Raises ServerError unless exactly these tokens took these paths, and tiles moved too."""
+    name = name_of(point)
+    seen = replace(expected, vote=moved.vote_tokens, dense=moved.dense_tokens)
+    if seen.total < expected.total:
+        raise ServerError(
+            f"{what}: the counters show {seen.total} of {expected.total} prefilled tokens; is the "
+            "sidecar that of this server, and does the server run the blasst backend?"
+        )
+    if seen.total > expected.total:
+        raise ServerError(
+            f"{what}: {seen.total} tokens were prefilled, {expected.total} of them ours; the "
+            "server has other traffic, measure on an idle one"
+        )
+    if seen != expected:
+        raise ServerError(
+            f"{what} at {name}: {seen.vote} tokens ran with the vote and {seen.dense} dense, "
+            f"expected {expected.vote} and {expected.dense}; the server ignores the threshold or "
+            "has another min_context"
+        )
+    if (moved.visited > 0) != (expected.vote > 0):
+        raise ServerError(
+            f"{what} at {name}: {moved.visited} tiles were counted as visited for {expected.vote} "
+            "tokens with the vote; the skip counters of this server are wrong"
+        )
+    skips_nothing = point is not None and point.value == 0 and moved.skipped > 0
+    if not 0 <= moved.skipped <= moved.visited or skips_nothing:
+        raise ServerError(
+            f"{what} at {name}: {moved.skipped} of {moved.visited} tiles counted as skipped; the "
+            "skip counters of this server are wrong"
+        )
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,101 @@
+"""Results on disk: one JSON object a line, only ever appended, each line synced before the next.
+
+A process killed at any byte leaves at most one torn last line, which the next run cuts off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from blasst.evals.errors import InputError
+
+Record = dict[str, Any]
+
+
+class ResultStore:
+    """The open file of one run; a second run on the same file is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - held until close()
+        except OSError as e:
+            raise InputError(f"{path} cannot be written: {e.strerror}") from e
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.records = self._repair()
+        except BlockingIOError as e:
+            self._file.close()
+            raise InputError(f"{path} is in use by another run; wait, or give another --out") from e
+        except BaseException:
+            self._file.close()
+            raise
+        self._keys = {r["key"] for r in self.records if "key" in r}
+
+    def __enter__(self) -> ResultStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+    def append(self, record: Record) -> None:
+        """On disk when this returns."""
+        line = json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n"
+        self._file.write(line.encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.records.append(record)
+        if "key" in record:
+            self._keys.add(record["key"])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _repair(self) -> list[Record]:
+        self._file.seek(0)
+        data = self._file.read()
+        complete = data.rfind(b"\n") + 1
+        if complete < len(data):
+            self._file.truncate(complete)
+        return parse_lines(data[:complete], self.path)
+
+
+def read_results(path: Path) -> list[Record]:
+    """All complete lines, without changing the file. Raises InputError."""
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise InputError(f"{path} cannot be read: {e.strerror}") from e
+    return parse_lines(data[: data.rfind(b"\n") + 1], path)
+
+
+def parse_lines(data: bytes, path: Path) -> list[Record]:
+    """Raises InputError naming the line that is no JSON object with a `kind`."""
+    records = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["kind"], str):
+                raise TypeError("kind")
+        except (ValueError, KeyError, TypeError) as e:
+            raise InputError(
+                f"{path}, line {number}, is not a result ({e!r}): the file was edited or is of "
+                "another program; give another --out"
+            ) from e
+        records.append(record)
+    return records
