@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
-from vllm.v1.metrics import prometheus as vllm_prometheus
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from blasst.kernels.exchange.prometheus import PagesCollector
+from blasst.plugin.patching import Method, wrap_method
 from blasst.plugin.registration import selected
 from blasst.plugin.settings import Settings
 
-_GETTER = "get_prometheus_registry"
 _collectors: dict[str, PagesCollector] = {}
 
 
@@ -40,25 +38,21 @@ def _register(settings: Settings) -> None:
     collector = _collectors[str(folder)] = PagesCollector(folder)
     collector.register(REGISTRY)
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        _join_multiprocess_registry()
+        _join_multiprocess_registries()
 
 
-def _join_multiprocess_registry() -> None:
-    """With several API servers vLLM makes a fresh registry for /metrics: put ours in that one too.
+def _join_multiprocess_registries() -> None:
+    """With several API servers /metrics is made from a fresh registry at each scrape, joined by a
+    MultiProcessCollector: join it too. Whichever server answers, the pages tell of all of them."""
+    from prometheus_client.multiprocess import MultiProcessCollector
 
-    Whichever server answers, the pages hold the numbers of all of them.
-    """
-    stock = getattr(vllm_prometheus, _GETTER)
-    if hasattr(stock, "_blasst"):
-        return
+    def make(stock: Method) -> Method:
+        def __init__(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
+            stock(self, registry, *args, **kwargs)
+            if registry is not None:
+                for collector in _collectors.values():
+                    collector.register(registry)
 
-    def get_prometheus_registry() -> Any:
-        registry = stock()
-        for collector in _collectors.values():
-            collector.register(registry)
-        return registry
+        return __init__
 
-    get_prometheus_registry._blasst = True  # type: ignore[attr-defined]
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(_GETTER) is stock:
-            setattr(module, _GETTER, get_prometheus_registry)
+    wrap_method(MultiProcessCollector, "__init__", make)
