@@ -187,7 +187,6 @@ def _sweep(
         "cell"
     )
     if count > 1:
-        progress.restart()
         more_plan = Plan(options.points, [s for s in samples if s.index < count])
         run_sweep(runner, more_plan, progress, stop_at)
     progress.close()

@@ -17,7 +17,20 @@ from types import TracebackType
 from blasst.evals.errors import ServerError
 from blasst.evals.packages import Say
 
-_STOP_S = 25.0
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",
+    "VLLM_BLASST_STATS_INTERVAL_S": "0.2",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    # vLLM keeps one core free by default: half of a small machine.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Defaults of the server's environment; the caller's own settings go first."""
+_STOP_S = 40.0
+"""`blasst serve` itself gives vLLM 30 s."""
+_ORPHANS_S = 3.0
+"""For what is left when the command itself has ended."""
 _POLL_S = 0.1
 _SAY_EVERY_S = 5.0
 
@@ -58,12 +71,6 @@ class Deployment:
         state.mkdir(mode=0o700)
         where = ["--host", "127.0.0.1", "--port", str(port), "--sidecar-port", str(sidecar_port)]
         where += ["--state-dir", str(state)]
-        defaults = {
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONSAFEPATH": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
         with open(self.log, "wb") as log:
             try:
                 # A session of its own: Ctrl-C reaches only us, and we stop it in order.
@@ -72,7 +79,7 @@ class Deployment:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=defaults | os.environ,
+                    env=_ENVIRONMENT | os.environ,
                     start_new_session=True,
                 )
             except OSError as e:
@@ -137,9 +144,12 @@ def stop_tree(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         process.terminate()
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
+        # Looked at again and again: an orphan is found only while its parent still runs.
         family |= descendants(process.pid)
-        if process.poll() is not None and not any(map(_same_process_runs, family)):
-            return
+        if process.poll() is not None:
+            if not any(map(_same_process_runs, family)):
+                return
+            deadline = min(deadline, time.monotonic() + _ORPHANS_S)
         time.sleep(_POLL_S)
     for member in (*family, (process.pid, _started(process.pid))):
         if _same_process_runs(member):

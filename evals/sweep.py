@@ -39,7 +39,7 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, stop_at: float | N
     """
     runner.check_length(max(plan.lengths()))
     pending = count_pending(runner, plan)
-    progress.total = pending
+    progress.restart(pending)
     if not pending:
         progress.say("everything is measured already")
         return 0
@@ -55,6 +55,8 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, stop_at: float | N
             runner.restore()
         raise
     runner.restore()
+    if progress.done < pending:
+        progress.say(f"time is up: {pending - progress.done} samples are left out")
     return progress.done
 
 
