@@ -77,13 +77,12 @@ class Supervisor:
         if self._child.poll() is None:
             self._signal_group(signal.SIGKILL)
             self._child.wait()
-        # The command's own children get a moment to end by themselves.
+        # The command's own children get a moment to end in order.
         deadline = time.monotonic() + _STRAGGLERS_S
-        while self._signal_group(0):
-            if time.monotonic() >= deadline:
-                self._signal_group(signal.SIGKILL)
-                break
+        number: int = signal.SIGTERM
+        while self._signal_group(number):
             time.sleep(_POLL_S)
+            number = 0 if time.monotonic() < deadline else signal.SIGKILL
 
     def _signal_group(self, number: int) -> bool:
         """Whether there was anybody left to signal."""

@@ -1,7 +1,7 @@
 "use strict";
 // The status page: one GET of /v1/blasst/status every REFRESH_MS, one PUT from the form.
 
-const REFRESH_MS = 2000;
+const REFRESH_MS = 1000;
 const LATE_MS = 10000;
 const HINTS = {
   mag: "lambda = 2^(-MAG/1000): a higher MAG skips less. Usual: 1000 to 14000.",

@@ -23,7 +23,8 @@ FAKE_VLLM = """
     if mode == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    ignore = mode in ("stubborn", "stubborn_worker")
+    code = f"import signal as s, time; {ignore} and s.signal(s.SIGTERM, s.SIG_IGN); time.sleep(600)"
     worker = subprocess.Popen([sys.executable, "-c", code])
     record = {"argv": sys.argv[1:], "pid": os.getpid(), "worker": worker.pid}
     record["env"] = dict(os.environ)
@@ -157,9 +158,16 @@ def test_a_restart_with_the_same_threshold_is_no_new_generation(serve, tmp_path)
         assert read_desired(tmp_path / "state" / FILE_NAME).generation == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number):
-    served = serve(mode="leaves_a_worker")
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [
+        (signal.SIGINT, "stubborn_worker"),
+        (signal.SIGTERM, "leaves_a_worker"),
+        (signal.SIGHUP, "leaves_a_worker"),
+    ],
+)
+def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number, mode):
+    served = serve(mode=mode)
     served.process.url()
     began = time.monotonic()
     served.popen.send_signal(number)

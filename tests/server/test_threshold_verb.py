@@ -190,7 +190,7 @@ def other_server():
     def start(status, headers, body):
         handler = type("Handler", (_Other,), {"reply": (status, headers, body), "seen": []})
         server = http.server.HTTPServer(("127.0.0.1", 0), handler)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         servers.append((server, thread))
         return f"http://127.0.0.1:{server.server_port}", handler.seen
