@@ -1,0 +1,76 @@
+"""Tiny models and engine scripts; each script is a process of its own, started once a session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "scripts"
+
+RunScript = Callable[..., dict[str, Any]]
+
+
+def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_BLASST_")}
+    return {**env, "PYTHONSAFEPATH": "1", **extra}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(folder)
+    return folder
+
+
+def make_model(folder: Path, changes: dict[str, Any] | None = None) -> None:
+    arguments = [] if changes is None else [json.dumps(changes)]
+    subprocess.run(
+        [sys.executable, SCRIPTS / "make_model.py", folder, *arguments],
+        check=True,
+        env=clean_environment({}),
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
+    """A model folder with a changed configuration; it has no weights (load them as dummies)."""
+
+    def make(changes: dict[str, Any]) -> Path:
+        folder = tmp_path_factory.mktemp("model") / "changed"
+        make_model(folder, changes)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_script(tiny_model: Path) -> RunScript:
+    """Run scripts/NAME; its RESULT line as a dict, with the log under "log"."""
+
+    def run(
+        name: str, env: Mapping[str, str] | None = None, timeout: float = 300
+    ) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, SCRIPTS / name],
+            env=clean_environment({"TINY_MODEL": str(tiny_model), **(env or {})}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        results = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert len(results) == 1, done.stdout[-6000:]
+        result: dict[str, Any] = json.loads(results[0].removeprefix("RESULT "))
+        return {**result, "log": done.stdout}
+
+    return run
