@@ -256,7 +256,8 @@ def test_one_port_for_both_is_refused(serve, tmp_path, port):
         (("--attention-config.backend", "FLASH_ATTN"), "conflicts"),
         (("--port", "eighty"), "outside 1..65535"),
         (("--port", "0"), "outside 1..65535"),
-        (("--min-context", "-1"), "at least 0"),
+        (("--min-context", "-1"), "outside 0..16777216"),
+        (("--impl", "cuda"), "invalid choice"),
         (("--min-context", "many"), "invalid int"),
         (("--stop-timeout", "nan"), "at least 0"),
         (("--sidecar-host", "0.0.0.0"), "without a token"),
@@ -305,3 +306,10 @@ def test_what_is_understood_of_vllms_options(model):
     assert not vllm_options.parse(["org/name", "--uds", "/run/x"]).known_port
     assert not vllm_options.parse(["org/name", "--config", "x.yaml"]).known_port
     assert vllm_options.parse(["org/name", "--config", "x.yaml", "--port", "9"]).known_port
+
+
+def test_the_implementations_are_those_of_the_kernels():
+    from blasst.kernels.types import Impl
+    from blasst.server.verbs.serve import IMPLS
+
+    assert {"auto", *Impl} == set(IMPLS)
