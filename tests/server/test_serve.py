@@ -23,6 +23,14 @@ FAKE_VLLM = """
     if mode == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def leave(number, frame):
+        if mode == "clean":
+            worker.kill()
+        print("got", signal.Signals(number).name, flush=True)
+        sys.exit(0)
+    if mode != "stubborn":
+        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGTERM, leave)
     ignore = mode in ("stubborn", "stubborn_worker")
     code = f"import signal as s, time; {ignore} and s.signal(s.SIGTERM, s.SIG_IGN); time.sleep(600)"
     worker = subprocess.Popen([sys.executable, "-c", code])
@@ -36,14 +44,6 @@ FAKE_VLLM = """
         sys.exit(7)
     if mode == "segfaults":
         os.kill(os.getpid(), signal.SIGSEGV)
-    def leave(number, frame):
-        if mode == "clean":
-            worker.kill()
-        print("got", signal.Signals(number).name, flush=True)
-        sys.exit(0)
-    if mode != "stubborn":
-        signal.signal(signal.SIGINT, leave)
-        signal.signal(signal.SIGTERM, leave)
     while True:
         time.sleep(0.05)
 """
@@ -79,6 +79,11 @@ class Served:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         return json.loads(self._record.read_text())
+
+    def ready(self):
+        """Both run, and the fake vLLM has its signal handlers."""
+        self.record()
+        self.process.url()
 
     def assert_nothing_left(self):
         record = json.loads(self._record.read_text())
@@ -152,7 +157,7 @@ def test_settings_that_were_not_given_are_not_set(serve):
 def test_a_restart_with_the_same_threshold_is_no_new_generation(serve, tmp_path):
     for _ in range(2):
         served = serve("--skip-lambda", 0.1)
-        served.process.url()
+        served.ready()
         served.popen.terminate()
         assert served.process.wait() == 0
         assert read_desired(tmp_path / "state" / FILE_NAME).generation == 1
@@ -168,7 +173,7 @@ def test_a_restart_with_the_same_threshold_is_no_new_generation(serve, tmp_path)
 )
 def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number, mode):
     served = serve(mode=mode)
-    served.process.url()
+    served.ready()
     began = time.monotonic()
     served.popen.send_signal(number)
     assert served.process.wait() == 0
@@ -180,7 +185,7 @@ def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number, mod
 
 def test_a_vllm_that_ignores_signals_is_killed_in_time(serve):
     served = serve("--stop-timeout", 1, mode="stubborn")
-    served.process.url()
+    served.ready()
     began = time.monotonic()
     served.popen.send_signal(signal.SIGINT)
     assert served.process.wait() == 128 + signal.SIGKILL
@@ -190,7 +195,7 @@ def test_a_vllm_that_ignores_signals_is_killed_in_time(serve):
 
 def test_a_second_signal_does_not_wait(serve):
     served = serve("--stop-timeout", 600, mode="stubborn")
-    served.process.url()
+    served.ready()
     served.popen.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert served.popen.poll() is None
@@ -210,7 +215,7 @@ def test_the_death_of_vllm_stops_all_and_passes_its_code_on(serve, mode, code):
 def test_vllm_does_not_outlive_a_killed_supervisor(serve):
     served = serve()
     record = served.record()
-    served.process.url()
+    served.ready()
     served.popen.kill()
     deadline = time.monotonic() + 10
     while alive(record["pid"]):
