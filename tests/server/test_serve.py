@@ -106,6 +106,7 @@ def serve(blasst, tmp_path, model, port):
     record = tmp_path / "record.json"
 
     def start(*arguments, mode="clean", model=model, state=tmp_path / "state", env=None):
+        record.unlink(missing_ok=True)
         process = blasst(
             *("serve", model, "--port", port, "--sidecar-port", 0, "--state-dir", state),
             *("--vllm-command", f"{sys.executable} {script}", *arguments),
