@@ -99,6 +99,17 @@ class Runner:
                 f"lengths or serve with --max-model-len {length}"
             )
 
+    def check_tokenizer(self, sample: Sample) -> None:
+        """Raises InputError when the server reads these ids as another text: another tokenizer."""
+        text = self.client.detokenize(self.model.name, sample.prompt)
+        missing = [a for a in sample.answers if text is not None and a not in text]
+        if missing:
+            raise InputError(
+                f"sample {sample.id} hides {missing[0]}, but the text that {self.model.name} reads "
+                "does not hold it: the samples are of another tokenizer; give --model the folder "
+                "of the served model"
+            )
+
     def key(self, sample: Sample, point: Point) -> str:
         """One measurement: prompt and gold ids, server, threshold, answer budget."""
         parts = (sample.prompt_sha256, self.fingerprint, key_of(point), str(self._budget(sample)))

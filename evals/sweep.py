@@ -43,6 +43,7 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, stop_at: float | N
     if not pending:
         progress.say("everything is measured already")
         return 0
+    runner.check_tokenizer(plan.samples[0])
     total = len(plan.samples) * len(plan.points)
     if pending < total:
         progress.say(f"resuming: {total - pending} of {total} samples are measured already")

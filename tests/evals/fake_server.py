@@ -27,7 +27,8 @@ FIRST_TEXT_AFTER_S = 0.03
 
 @dataclass
 class Fake:
-    """State and faults; `answers` maps a prompt (ids) to what the model says."""
+    """State and faults; `answers` maps a prompt (ids) to what the model says, `texts` to its text
+    (None: no such endpoint)."""
 
     name: str = "fake-model"
     max_model_len: int = 4096
@@ -36,6 +37,7 @@ class Fake:
     threshold: dict[str, Any] | None = None
     faults: set[str] = field(default_factory=set)
     answers: dict[tuple[int, ...], str] = field(default_factory=dict)
+    texts: dict[tuple[int, ...], str] | None = None
     vote: int = 0
     dense: int = 0
     visited: list[int] = field(default_factory=lambda: [0] * LAYERS)
@@ -132,6 +134,13 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
     def models() -> dict[str, Any]:
         card = {"id": fake.name, "root": "/m/" + fake.name, "max_model_len": fake.max_model_len}
         return {"data": [card]}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        if fake.texts is None:
+            return JSONResponse({"detail": "Not Found"}, status_code=404)
+        ids = tuple((await request.json())["tokens"])
+        return JSONResponse({"prompt": fake.texts.get(ids, "something else")})
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

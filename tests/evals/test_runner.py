@@ -17,6 +17,7 @@ from blasst.evals.cells import collect
 from blasst.evals.client import Completions
 from blasst.evals.errors import EvalsError, InputError, ServerError
 from blasst.evals.progress import Progress
+from blasst.evals.prompts import PromptEncoder
 from blasst.evals.runner import Runner
 from blasst.evals.samples import Sample, write_samples
 from blasst.evals.sidecar import Sidecar, parse_counters
@@ -238,6 +239,17 @@ def test_lengths_beyond_the_server_are_refused(
     with pytest.raises(InputError, match="1024 is beyond the server's max_model_len 1000"):
         sweep(connect, tmp_path / "r.jsonl", Plan(POINTS, samples))
     assert not fake.prompts
+
+
+def test_samples_of_another_tokenizer_are_refused(
+    tmp_path: Path, fake: Any, connect: Connect, encoder: PromptEncoder, samples: list[Sample]
+) -> None:
+    plan = Plan(POINTS[:1], samples[:1])
+    fake.texts = {samples[0].prompt: encoder.decode(samples[0].prompt)}
+    assert sweep(connect, tmp_path / "r.jsonl", plan) == 1
+    fake.texts = {}
+    with pytest.raises(InputError, match="another tokenizer"):
+        sweep(connect, tmp_path / "s.jsonl", plan)
 
 
 def test_a_model_that_is_not_served_is_refused(fake_url: str) -> None:
