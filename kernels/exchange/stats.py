@@ -143,12 +143,16 @@ class StatsWriter:
 
     def close(self) -> None:
         """Unmap and remove the file. Safe to call twice."""
-        if self._file.closed:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self._map.close()
-        self._file.close()
+        if not self._file.closed:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        self.detach()
+
+    def detach(self) -> None:
+        """Unmap and leave the file: to readers its counts hold, of a writer that is gone."""
+        if not self._file.closed:
+            self._map.close()
+            self._file.close()
 
     def _step(self) -> None:
         self._sequence += 1
