@@ -18,9 +18,15 @@ SCRIPTS = HERE / "scripts"
 RunScript = Callable[..., dict[str, Any]]
 
 
-def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
+def without_settings(extra: Mapping[str, str]) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_BLASST_")}
     return {**env, "PYTHONSAFEPATH": "1", **extra}
+
+
+@pytest.fixture(scope="session")
+def clean_environment() -> Callable[[Mapping[str, str]], dict[str, str]]:
+    """The environment of a child process: this one without our settings, plus the given."""
+    return without_settings
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +41,7 @@ def make_model(folder: Path, changes: dict[str, Any] | None = None) -> None:
     subprocess.run(
         [sys.executable, SCRIPTS / "make_model.py", folder, *arguments],
         check=True,
-        env=clean_environment({}),
+        env=without_settings({}),
         timeout=120,
     )
 
@@ -61,7 +67,7 @@ def run_script(tiny_model: Path) -> RunScript:
     ) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, SCRIPTS / name],
-            env=clean_environment({"TINY_MODEL": str(tiny_model), **(env or {})}),
+            env=without_settings({"TINY_MODEL": str(tiny_model), **(env or {})}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
