@@ -190,7 +190,8 @@ function show(status) {
   showTiles(status.tiles);
   showClasses(status.classes);
   text("refused", status.requests_rejected ? `${status.requests_rejected} requests refused` : "");
-  showError(status.error ? `${status.error}. Setting a threshold repairs it.` : "");
+  showError(status.error);
+  $("main").hidden = false;
 }
 
 async function refresh() {

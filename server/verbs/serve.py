@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from blasst.kernels.exchange.desired import MIN_CONTEXT_MAX
 from blasst.kernels.threshold import SkipThreshold, ThresholdError
+from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
 from blasst.server.verbs import vllm_options
 from blasst.server.verbs.common import (
     add_sidecar_options,
     add_threshold_options,
-    fail,
     threshold_of,
 )
 from blasst.server.verbs.vllm_options import VllmOptions
@@ -37,7 +37,8 @@ examples:
   blasst serve ./model --port 8001 --sidecar-port 8301
 
 exit codes: 2 bad input, found before anything was started: port taken, model folder missing, state
-folder unusable, a conflicting option; otherwise that of vLLM (128 + N if signal N ended it)
+folder unusable, a conflicting option; otherwise that of vLLM (128 + N if signal N ended it), and 1
+where vLLM ended by itself with 0
 """
 
 
@@ -132,9 +133,10 @@ def _supervise(sidecar: Sidecar, start: Child) -> int:
         code = child.wait()
     finally:
         child.end()
-    if code and not child.stopping:
-        print(f"blasst: error: vLLM ended by itself with exit code {code}", file=sys.stderr)
-    return code
+    if child.stopping:
+        return code
+    # vLLM exits with 0 when its engine was killed: whoever restarts us must not take that for good.
+    return fail(f"vLLM ended by itself with exit code {code}", code or 1)
 
 
 def _settings(args: argparse.Namespace, served_port: int) -> Settings:

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
-from blasst.server.verbs.common import add_sidecar_options, fail
+from blasst.server.verbs.common import add_sidecar_options
 
 if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar

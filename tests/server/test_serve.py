@@ -40,8 +40,8 @@ FAKE_VLLM = """
     with open(path + ".part", "w") as f:
         json.dump(record, f)
     os.replace(path + ".part", path)
-    if mode == "dies":
-        sys.exit(7)
+    if mode in ("dies", "ends"):
+        sys.exit(7 if mode == "dies" else 0)
     if mode == "segfaults":
         os.kill(os.getpid(), signal.SIGSEGV)
     while True:
@@ -205,11 +205,14 @@ def test_a_second_signal_does_not_wait(serve):
     served.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("mode", "code"), [("dies", 7), ("segfaults", 128 + signal.SIGSEGV)])
-def test_the_death_of_vllm_stops_all_and_passes_its_code_on(serve, mode, code):
+@pytest.mark.parametrize(
+    ("mode", "code", "ours"),
+    [("dies", 7, 7), ("segfaults", 128 + signal.SIGSEGV, 128 + signal.SIGSEGV), ("ends", 0, 1)],
+)
+def test_the_death_of_vllm_stops_all_and_is_a_failure(serve, mode, code, ours):
     served = serve(mode=mode)
-    assert served.process.wait() == code
-    assert f"exit code {code}" in served.process.error()
+    assert served.process.wait() == ours
+    assert f"ended by itself with exit code {code}" in served.process.error()
     served.assert_nothing_left()
 
 
