@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from blasst.kernels.exchange.stats import (
     Field,
     StatsError,
@@ -109,7 +110,7 @@ def test_iteration_by_kind(writer: StatsWriter, tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys
+import sys, time
 from pathlib import Path
 from blasst.kernels.exchange.stats import Field, StatsWriter
 w = StatsWriter(Path(sys.argv[1]), "w", kind="rank", labels={}, fields=[Field("x", (4096,))])
@@ -118,6 +119,7 @@ i = 0
 while True:
     i += 1
     w.update(x=i.to_bytes(8, sys.byteorder) * 4096)
+    time.sleep(0.0002)
 """
 
 
@@ -137,7 +139,7 @@ def busy_writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_page_is_never_torn(busy_writer: subprocess.Popen[str], tmp_path: Path) -> None:
     read, seen, last = 0, set(), 0.0
     deadline = time.monotonic() + 20
-    while (read < 300 or len(seen) < 10) and time.monotonic() < deadline:
+    while (read < 200 or len(seen) < 10) and time.monotonic() < deadline:
         try:
             page = read_stats(tmp_path / "w.stats")
         except StatsError:
@@ -163,11 +165,13 @@ def test_a_dead_writer_is_seen(busy_writer: subprocess.Popen[str], tmp_path: Pat
     assert remove_dead(tmp_path, 0.0) == []
     busy_writer.send_signal(signal.SIGKILL)
     busy_writer.wait()
-    try:
-        assert not read_stats(tmp_path / "w.stats").alive
-    except StatsError as e:
-        assert "its writer died" in str(e)
+    # Killed in mid-update, it leaves an odd sequence: unreadable, so left alone.
+    torn = int.from_bytes((tmp_path / "w.stats").read_bytes()[16:24], sys.byteorder) & 1
+    if torn:
+        with pytest.raises(StatsError, match="its writer died"):
+            read_stats(tmp_path / "w.stats")
     else:
+        assert not read_stats(tmp_path / "w.stats").alive
         assert remove_dead(tmp_path, 3600.0) == []
         assert remove_dead(tmp_path, 0.0) == ["w.stats"]
         assert os.listdir(tmp_path) == []

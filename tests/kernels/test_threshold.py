@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from blasst.kernels.threshold import (
     LAMBDA_MAX,
     MAG_MAX,
@@ -19,8 +22,6 @@ from blasst.kernels.threshold import (
     mag_to_lambda,
     scale_to_lambda,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 MAGS = st.floats(1e-6, MAG_MAX)
 LAMBDAS = st.floats(2.0**-126, 1.0, exclude_max=True)
