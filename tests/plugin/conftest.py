@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,3 +82,62 @@ def run_script(tiny_model: Path) -> RunScript:
         return {**result, "log": done.stdout}
 
     return run
+
+
+OVERLAY_EXTRAS = ("orjson",)
+"""Pure additions that another release imports and the installed one does not need."""
+
+
+@pytest.fixture(scope="session")
+def overlay(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """PYTHONPATH of another vLLM release: its Python over the installed release's binaries.
+
+    The wheels are downloaded once, into the user's cache. An unsupported mixture, which shows that
+    the interfaces we use exist there and behave the same.
+    """
+    made: dict[str, str] = {}
+
+    def path(version: str) -> str:
+        if version not in made:
+            folder = tmp_path_factory.mktemp(f"vllm-{version}")
+            with zipfile.ZipFile(cached_wheel("vllm", version)) as wheel:
+                wheel.extractall(
+                    folder,
+                    [n for n in wheel.namelist() if n.startswith("vllm/") and n[-3:] != ".so"],
+                )
+            for extra in OVERLAY_EXTRAS:
+                if importlib.util.find_spec(extra) is None:
+                    with zipfile.ZipFile(cached_wheel(extra)) as wheel:
+                        wheel.extractall(folder)
+            for library in installed_vllm().glob("*.so"):
+                (folder / "vllm" / library.name).symlink_to(library)
+            made[version] = str(folder)
+        return made[version]
+
+    return path
+
+
+def installed_vllm() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    return Path(spec.origin).parent
+
+
+def cached_wheel(name: str, version: str = "") -> Path:
+    """The wheel from the cache, downloaded at the first use; a skip with the reason otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(base) / "blasst" / "wheels"
+    pattern = f"{name}-{version or '*'}-*.whl"
+    if not list(cache.glob(pattern)):
+        cache.mkdir(parents=True, exist_ok=True)
+        wanted = f"{name}=={version}" if version else name
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", cache, wanted],
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        if done.returncode != 0:
+            pytest.skip(f"{wanted} cannot be downloaded: {done.stderr.strip()[-200:]}")
+    return next(cache.glob(pattern))

@@ -19,9 +19,33 @@ TAIL_OF_ONE = 1
 Script = Callable[..., dict[str, Any]]
 
 
+@pytest.fixture(scope="module", params=["installed", "0.26.0", "0.33.0"])
+def release(request: pytest.FixtureRequest, overlay: Callable[[str], str]) -> dict[str, str]:
+    """Environment that selects a vLLM: the installed one, the oldest and the newest supported."""
+    return {} if request.param == "installed" else {"PYTHONPATH": overlay(request.param)}
+
+
 @pytest.fixture(scope="module")
-def engine(run_script: Script) -> dict[str, Any]:
-    return run_script("in_process.py")
+def engine(run_script: Script, release: dict[str, str]) -> dict[str, Any]:
+    return run_script("in_process.py", release)
+
+
+def test_model_runner_v2_tells_who_sits_in_which_row(
+    run_script: Script, release: dict[str, str]
+) -> None:
+    found = run_script("runner_v2.py", release)
+    assert found["rows"] == [[None, 0.5, None]]
+    assert found["after"] is None
+    assert found["calls_prepare"]
+    assert found["sets_up"]
+    assert found["first_parameters"] == ["self", "scheduler_output"]
+    assert found["counts"]["prefill_tokens_vote"] == 7
+    assert found["counts"]["prefill_tokens_dense"] == 5
+    assert found["cuda"]["name"] == "BLASST"
+    assert found["cuda"]["flash"]
+    assert {"sliding window of 128 tokens", "the KV cache is quantised (fp8)"} <= set(
+        found["cuda"]["reasons"]
+    )
 
 
 @pytest.fixture(scope="module")
