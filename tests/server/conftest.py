@@ -29,6 +29,7 @@ from blasst.kernels.exchange.layout import (
 )
 from blasst.kernels.exchange.stats import StatsWriter
 from blasst.kernels.threshold import lambda_to_mag
+from blasst.server import cli
 
 LAYERS, HEADS = 3, 2
 
@@ -212,3 +213,21 @@ def connect() -> Iterator[Callable[[str], httpx.Client]]:
     yield client
     for one in clients:
         one.close()
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a verb in this process that must refuse its input; the one line that it says."""
+
+    def run(*arguments: object) -> str:
+        try:
+            code = cli.main([str(a) for a in arguments])
+        except SystemExit as e:
+            code = e.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert err.startswith("blasst: error: "), err
+        assert err.count("\n") == 1, err
+        return err
+
+    return run

@@ -25,8 +25,12 @@ def check(body: bytes) -> None:
     try:
         change, threshold = parse_change(body, "application/json")
     except Problem as problem:
-        assert problem.status in (400, 422)
-        assert problem.detail
+        refusal = problem
+    else:
+        refusal = None
+    if refusal is not None:
+        assert refusal.status in (400, 422)
+        assert refusal.detail
         return
     if threshold is None:
         assert change.off is True

