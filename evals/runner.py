@@ -81,6 +81,7 @@ class Runner:
             "root": self.model.root.rstrip("/").rsplit("/", 1)[-1],
             "max_model_len": self.model.max_model_len,
             "vllm_version": self.model.version,
+            "blasst_version": self.sidecar.version(),
             "min_context": self.floor,
             "record_version": RECORD_VERSION,
         }

@@ -105,6 +105,7 @@ class Fake:
             f'blasst_prefill_tokens_total{{path="vote",{labels}}} {float(vote)}',
             f'blasst_prefill_tokens_total{{path="dense",{labels}}} {float(dense)}',
             "process_cpu_seconds_total 1.5",
+            'blasst_build_info{version="1.2",vllm_version="0"} 1.0',
         ]
         for kind, values in (("visited", self.visited), ("skipped", self.skipped)):
             for layer, number in enumerate(values):

@@ -23,6 +23,7 @@ def plan(**changes: Any) -> dict[str, Any]:
         "root": "m",
         "max_model_len": 4096,
         "vllm_version": "0.32",
+        "blasst_version": "",
         "min_context": 512,
     }
     record: dict[str, Any] = {

@@ -51,6 +51,7 @@ def test_a_sweep_measures_every_cell(
     assert by_point[0.5] == pytest.approx(0.375, abs=0.01)
     assert by_point[0.0] == 0.0
     assert by_point[None] != by_point[None]
+    assert results.plan["server"]["blasst_version"] == "1.2"
     assert results.layer_rates[("mag:1000.0", 1024)][1] == pytest.approx(0.5, abs=0.01)
     assert fake.threshold is None
 
