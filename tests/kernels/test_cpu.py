@@ -165,13 +165,13 @@ def test_p_times_v_runs_on_kept_blocks_only(monkeypatch: pytest.MonkeyPatch) -> 
 
     def counted(
         scores: torch.Tensor,
-        base: torch.Tensor,
+        maximum: torch.Tensor,
         row_sum: torch.Tensor,
         acc: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
         keys.append((scores.shape[0], scores.shape[2] // 128))
-        real(scores, base, row_sum, acc, v)
+        real(scores, maximum, row_sum, acc, v)
 
     monkeypatch.setattr(cpu, "_add", counted)
     prefill_attention(d.q, d.kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda)
