@@ -8,7 +8,6 @@ from blasst.kernels.types import Impl, Problem
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)
-MIN_CPU_TILE = 16
 
 
 def unsupported_reasons(problem: Problem, impl: Impl) -> list[str]:
@@ -40,9 +39,6 @@ def _cpu(problem: Problem) -> list[str]:
     reasons = _head_dim(problem)
     if problem.device_type != "cpu":
         reasons.append(f"tensors are on {problem.device_type}, this implementation needs the CPU")
-    smallest = min(problem.geometry.tile_m, problem.geometry.tile_n)
-    if smallest < MIN_CPU_TILE:
-        reasons.append(f"a tile side of {smallest} is below {MIN_CPU_TILE}")
     return reasons
 
 

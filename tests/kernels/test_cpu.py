@@ -246,7 +246,7 @@ def test_block_masks(mod: Callable[..., torch.Tensor], vote: bool) -> None:
         assert counters[:, 0].sum() < reference_attention(q, kv, cu).counts(2)[:, 0].sum()
 
 
-@pytest.mark.parametrize("tile", [(64, 128), (128, 64), (16, 32), (256, 256)])
+@pytest.mark.parametrize("tile", [(64, 128), (128, 64), (8, 4), (256, 256)])
 def test_other_geometries(tile: tuple[int, int]) -> None:
     q, kv, cu = _ragged((4, 2), 64)
     spec = AttentionSpec(geometry=Geometry(*tile))
