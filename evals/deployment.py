@@ -27,8 +27,9 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Defaults of the server's environment; the caller's own settings go first."""
-_STOP_S = 40.0
-"""`blasst serve` itself gives vLLM 30 s."""
+_SERVE_STOP_S = 8
+"""What `blasst serve` gives vLLM: there is nothing to save."""
+_STOP_S = _SERVE_STOP_S + 12.0
 _ORPHANS_S = 3.0
 """For what is left when the command itself has ended."""
 _POLL_S = 0.1
@@ -70,7 +71,7 @@ class Deployment:
         state = self.folder / "state"
         state.mkdir(mode=0o700)
         where = ["--host", "127.0.0.1", "--port", str(port), "--sidecar-port", str(sidecar_port)]
-        where += ["--state-dir", str(state)]
+        where += ["--state-dir", str(state), "--stop-timeout", str(_SERVE_STOP_S)]
         with open(self.log, "wb") as log:
             try:
                 # A session of its own: Ctrl-C reaches only us, and we stop it in order.
