@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from blasst.kernels import workers
 from blasst.kernels.api import prefill_attention
@@ -337,3 +339,39 @@ def test_an_empty_batch() -> None:
         torch.zeros(0).int(),
     )
     assert prefill_attention(q, pages, cumulative([]))[0].shape == (0, 4, 64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 70)), max_size=4),
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.tuples(st.sampled_from([4, 16, 32]), st.sampled_from([4, 8, 32])),
+    st.booleans(),
+    st.sampled_from([None, 3, 16]),
+    st.integers(0, 1000),
+)
+def test_small_random_batches(
+    seqlens: list[tuple[int, int]],
+    heads: tuple[int, int],
+    tile: tuple[int, int],
+    causal: bool,
+    page_size: int | None,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = (sum(pair[i] for pair in seqlens) for i in (0, 1))
+    q = 4 * torch.randn(queries, heads[0], 64, generator=generator)
+    k, v = (torch.randn(keys, heads[1], 64, generator=generator) for _ in range(2))
+    kv = RaggedKV(k, v, cumulative([pair[1] for pair in seqlens]))
+    cu = cumulative([pair[0] for pair in seqlens])
+    spec = AttentionSpec(causal=causal, geometry=Geometry(*tile))
+    skip_lambda = torch.rand(len(seqlens), generator=generator)
+    expected = reference_attention(q, kv, cu, spec=spec, skip_lambda=skip_lambda)
+    if expected.smallest_margin < 1e-4:
+        return
+    counters = torch.zeros(heads[1], 2, dtype=torch.int64)
+    read = kv if page_size is None else paged(kv, page_size)
+    result = prefill_attention(q, read, cu, spec=spec, skip_lambda=skip_lambda, counters=counters)
+    assert torch.equal(counters, expected.counts(heads[1]))
+    if queries:
+        _agrees(result, expected, error_budget(q, kv, cu, causal=causal))
