@@ -33,7 +33,7 @@ def test_counters_per_layer_reach_a_statistics_page(tmp_path: Path) -> None:
     counters.layer(0).add_(1)
     assert snapshot[0].sum() == 0
     writer = StatsWriter(tmp_path, "r", kind="rank", labels={}, fields=rank_fields(3, 2))
-    writer.update(tiles=memoryview(snapshot.numpy()).cast("B"))
+    writer.update(tiles=snapshot.numpy().tobytes())
     assert list(read_stats(writer.path).arrays["tiles"]) == snapshot.flatten().tolist()
     writer.close()
 

@@ -143,7 +143,7 @@ def test_a_read_only_folder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(30, "Read-only file system")
 
     # Permissions do not bind root, which runs the tests in containers.
-    monkeypatch.setattr(desired.tempfile, "mkstemp", refused)
+    monkeypatch.setattr("tempfile.mkstemp", refused)
     with pytest.raises(OSError, match="Read-only"):
         write_desired(tmp_path, DesiredState(8, None))
     assert read_desired(tmp_path / FILE_NAME) == STATE
@@ -187,9 +187,14 @@ def test_reader_follows_and_keeps_the_last_good(tmp_path: Path) -> None:
 
 def test_reader_parses_only_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_desired(tmp_path, STATE)
-    calls = []
+    calls: list[Path] = []
     real = desired.read_desired
-    monkeypatch.setattr(desired, "read_desired", lambda path: calls.append(path) or real(path))
+
+    def counted(path: Path) -> DesiredState:
+        calls.append(path)
+        return real(path)
+
+    monkeypatch.setattr(desired, "read_desired", counted)
     reader = DesiredReader(tmp_path)
     for _ in range(50):
         assert reader.current() == STATE

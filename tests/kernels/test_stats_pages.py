@@ -137,7 +137,8 @@ def busy_writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_page_is_never_torn(busy_writer: subprocess.Popen[str], tmp_path: Path) -> None:
-    read, seen, last = 0, set(), 0.0
+    read, last = 0, 0.0
+    seen: set[float] = set()
     deadline = time.monotonic() + 20
     while (read < 200 or len(seen) < 10) and time.monotonic() < deadline:
         try:
