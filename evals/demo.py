@@ -135,8 +135,7 @@ def _demo(options: DemoOptions) -> None:
     command += ["--max-num-seqs", "4", "--enforce-eager", "--min-context", str(_MIN_CONTEXT)]
     progress.say("starting the server: blasst serve " + " ".join(command[len(options.command) :]))
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Deployment(command, progress.say))
-        stack.callback(server.keep_log, options.out / "serve.log")
+        server = stack.enter_context(Deployment(command, options.out / "serve.log", progress.say))
         ready = time.monotonic()
         client = Completions(server.url)
         stack.callback(client.close)

@@ -38,12 +38,13 @@ _SAY_EVERY_S = 5.0
 
 class Deployment:
     """A context manager. `command` is `blasst serve` with its options; ports and the state folder
-    are added here. Afterwards no process that it started is left, whatever happened inside."""
+    are added here. `log`: file for what it says. Afterwards no process that it started is left,
+    whatever happened inside."""
 
-    def __init__(self, command: Sequence[str], say: Say, ready_s: float = 300.0) -> None:
+    def __init__(self, command: Sequence[str], log: Path, say: Say, ready_s: float = 300.0) -> None:
         self._command, self._say, self._ready_s = list(command), say, ready_s
         self.folder = Path(tempfile.mkdtemp(prefix="blasst-demo-"))
-        self.log = self.folder / "serve.log"
+        self.log = log
         self.url, self.sidecar_url = "", ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -114,16 +115,11 @@ class Deployment:
         self._say(f"status page: {self.sidecar_url}/")
 
     def _last_words(self) -> str:
-        """The last error line of the log, or its last line."""
+        """The last error line of the log, or its last line; and where the log is."""
         lines = [x.strip() for x in self.log.read_text("utf-8", "replace").splitlines()]
         lines = [x for x in lines if x] or ["(no output)"]
         errors = [x for x in lines if "rror" in x]
-        return (errors or lines)[-1][-300:]
-
-    def keep_log(self, target: Path) -> None:
-        """Copy what the server said so far."""
-        with contextlib.suppress(OSError):
-            shutil.copyfile(self.log, target)
+        return f"{(errors or lines)[-1][-300:]} (see {self.log})"
 
     def _stop(self) -> None:
         # A second Ctrl-C must not leave half of it running.

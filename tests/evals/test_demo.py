@@ -112,7 +112,10 @@ def test_a_server_that_dies_is_one_line_with_its_last_words(tmp_path: Path, pid_
     _, err = process.communicate(timeout=40)
     assert process.returncode == 1
     last = err.splitlines()[-1]
-    assert last == "blasst: error: the server ended with code 1: fake: Error: no such model"
+    assert last.startswith(
+        "blasst: error: the server ended with code 1: fake: Error: no such model (see "
+    )
+    assert "no such model" in (tmp_path / "out" / "serve.log").read_text()
 
 
 def test_a_command_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -149,7 +152,8 @@ def test_stubborn_processes_are_killed(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "stubborn.py"
     file.write_text(program.replace("len(sys.argv) < 3", "'--port' in sys.argv"))
     said: list[str] = []
-    deployment = Deployment([sys.executable, str(file)], said.append, ready_s=1.0)
+    command = [sys.executable, str(file)]
+    deployment = Deployment(command, tmp_path / "log", said.append, ready_s=1.0)
     with pytest.raises(ServerError, match="not ready after 1 s"), deployment:
         pass
     assert not descendants(os.getpid())
