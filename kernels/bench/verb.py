@@ -71,12 +71,21 @@ def run(args: argparse.Namespace) -> int:
         cells = attention.measure(plan, lambda text: print(text, file=sys.stderr, flush=True))
     except BlasstError as e:
         return _error(str(e), 1)
-    table = attention.markdown(cells, where, "blasst " + shlex.join(sys.argv[1:]))
+    table = attention.markdown(cells, where, _command(sys.argv[1:]))
     if args.markdown is not None:
         args.markdown.write_text(table)
     result = {"where": where, "cells": [asdict(cell) for cell in cells]}
     print(json.dumps(result, indent=1) if args.json else table)
     return 0
+
+
+def _command(argv: list[str]) -> str:
+    """The command that repeats the table, without the place that it was written to."""
+    kept = list(argv)
+    if "--markdown" in kept:
+        at = kept.index("--markdown")
+        del kept[at : at + 2]
+    return "blasst " + shlex.join(kept)
 
 
 def _error(message: str, code: int) -> int:

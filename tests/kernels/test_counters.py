@@ -139,3 +139,8 @@ def test_bench_usage_errors_exit_2(argv: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as caught:
         parser.parse_args(["attention", *argv] if argv else [])
     assert caught.value.code == 2
+
+
+def test_the_command_in_the_table_names_no_place() -> None:
+    argv = ["bench", "attention", "--markdown", "/somewhere/t.md", "--rounds", "3"]
+    assert verb._command(argv) == "blasst bench attention --rounds 3"
