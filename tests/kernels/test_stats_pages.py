@@ -87,7 +87,7 @@ def test_close_removes_the_file(writer: StatsWriter) -> None:
         (lambda d: d[:-10], "unreadable header"),
         (lambda d: d[:8] + (5).to_bytes(4, "little") + d[12:], "unreadable header"),
         (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 9], "q"'), "does not fit"),
-        (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 2], "z"'), "does not fit"),
+        (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 2], "z"'), "of type 'z'"),
         (lambda d: d[:16] + (3).to_bytes(8, "little") + d[24:], "its writer died"),
     ],
 )
