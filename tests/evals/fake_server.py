@@ -249,8 +249,13 @@ def main() -> None:
     if "dies" in args.fault:
         sys.exit("fake: Error: no such model")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    def end(number: int, frame: object) -> None:
+        child.kill()
+        os._exit(0)
+
     if "leaves-orphans" not in args.fault:
-        signal.signal(signal.SIGTERM, lambda *_: (child.kill(), os._exit(0)))
+        signal.signal(signal.SIGTERM, end)
     if args.pid_file:
         with open(args.pid_file, "a") as f:
             f.write(f"{os.getpid()} {child.pid} ")
