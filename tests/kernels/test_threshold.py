@@ -57,6 +57,10 @@ def test_log2_round_trip(skip_lambda: float) -> None:
     assert math.isclose(log2_to_lambda(lambda_to_log2(skip_lambda)), skip_lambda, rel_tol=1e-13)
 
 
+def test_a_negative_zero_is_zero() -> None:
+    assert str(SkipThreshold("lambda", -0.0).skip_lambda()) == "0.0"
+
+
 def test_lambda_zero_never_skips() -> None:
     assert lambda_to_log2(0.0) == -math.inf
     assert log2_to_lambda(-math.inf) == 0.0
