@@ -105,12 +105,13 @@ def serve(blasst, tmp_path, model, port):
     script.write_text(textwrap.dedent(FAKE_VLLM))
     record = tmp_path / "record.json"
 
-    def start(*arguments, mode="clean", model=model, state=tmp_path / "state", env=None):
+    def start(*arguments, mode="clean", model=model, state=tmp_path / "state", **how):
         record.unlink(missing_ok=True)
         process = blasst(
             *("serve", model, "--port", port, "--sidecar-port", 0, "--state-dir", state),
             *("--vllm-command", f"{sys.executable} {script}", *arguments),
-            env={"FAKE_MODE": mode, "FAKE_RECORD": str(record), **(env or {})},
+            env={"FAKE_MODE": mode, "FAKE_RECORD": str(record), **how.pop("env", {})},
+            **how,
         )
         return Served(process, record)
 
@@ -225,6 +226,26 @@ def test_vllm_does_not_outlive_a_killed_supervisor(serve):
     while alive(record["pid"]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+NEVER_REAPS = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)
+child = subprocess.Popen(sys.argv[1:])
+print("supervisor", child.pid, flush=True)
+sys.exit(child.wait())
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_pid_1_that_reaps_nobody_does_not_hold_the_end_up(serve, blasst, ends):
+    """As below `docker exec` in a container of `sleep infinity`: its zombies stay for good."""
+    served = serve(mode="dies" if ends else "leaves_a_worker", below=NEVER_REAPS)
+    served.ready()
+    if not ends:
+        os.kill(int(served.process.output(r"supervisor (\d+)")[1]), signal.SIGTERM)
+    assert served.process.wait(8) == (7 if ends else 0)
+    served.assert_nothing_left()
 
 
 @pytest.fixture
