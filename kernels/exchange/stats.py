@@ -168,7 +168,7 @@ class StatsWriter:
 def read_stats(path: Path) -> StatsPage:
     """A consistent copy of one file. Raises StatsError; FileNotFoundError when it is gone."""
     try:
-        with open(path, "rb", buffering=0, opener=_open_now) as f:
+        with open(path, "rb", buffering=0, opener=open_now) as f:
             size = os.fstat(f.fileno()).st_size
             if not _DATA_AT < size <= _MAX_BYTES:
                 raise StatsError(f"{path.name}: {size} bytes is not a statistics file")
@@ -216,8 +216,8 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _open_now(path: str, flags: int) -> int:
-    """Without waiting: a named pipe in the folder must not hold up whoever reads the pages."""
+def open_now(path: str, flags: int) -> int:
+    """Without waiting: a named pipe in the folder must not hold its readers up."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -17,6 +17,7 @@ const CLASS_NAMES = {
 const $ = (id) => document.getElementById(id);
 let token = "";
 let generation = null;
+let minContext = null;
 let lastGood = 0;
 
 function text(id, value, className = "") {
@@ -82,12 +83,13 @@ function showThreshold(status) {
   const desired = status.desired;
   const live = status.front_ends.filter((f) => f.alive);
   if (desired === null) {
-    generation = null;
+    generation = minContext = null;
     for (const id of ["threshold", "lambda", "generation", "min-context", "updated"]) text(id, "-");
     text("converged", "unknown", "warn");
     return;
   }
   generation = desired.generation;
+  minContext = desired.min_context;
   const given = desired.threshold;
   const units = {mag: "MAG", lambda: "lambda", scale: "scale"};
   let name = "dense";
@@ -225,7 +227,10 @@ async function submit(event) {
   try {
     const ifMatch = generation === null ? "*" : `"${generation}"`;
     const headers = {"Content-Type": "application/json", "If-Match": ifMatch};
-    const body = JSON.stringify(unit === "off" ? {off: true} : {[unit]: value});
+    const wish = unit === "off" ? {off: true} : {[unit]: value};
+    // A PUT replaces the whole state, and this form changes the threshold alone.
+    if (minContext !== null) wish.min_context = minContext;
+    const body = JSON.stringify(wish);
     const state = await call("PUT", "/v1/blasst/threshold", headers, body);
     text("set-result", `Set, generation ${state.generation}.`, "good");
   } catch (error) {

@@ -97,6 +97,7 @@ def _signed(**changes: object) -> bytes:
         ({"schema_version": 2}, "schema_version 2, this release reads 1"),
         ({"schema_version": None}, "schema_version None"),
         ({"generation": -1}, "generation"),
+        ({"generation": 1 << 60}, "generation"),
         ({"generation": 1.5}, "not a whole number"),
         ({"generation": "7"}, "not a whole number"),
         ({"threshold": {"unit": "mag", "value": -5}}, "outside 0 < MAG"),
@@ -199,6 +200,30 @@ def test_reader_parses_only_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for _ in range(50):
         assert reader.current() == STATE
     assert len(calls) == 1
+
+
+def test_a_named_pipe_is_an_error_and_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE_NAME)
+    writer = os.open(tmp_path / FILE_NAME, os.O_RDWR)
+    for _ in range(2):
+        with pytest.raises(DesiredStateError, match="not JSON"):
+            read_desired(tmp_path / FILE_NAME)
+        os.close(writer)
+        writer = os.open("/dev/null", os.O_RDONLY)
+    os.close(writer)
+
+
+def test_no_hard_links_are_needed_and_others_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    for generation in (1, 2):
+        write_desired(tmp_path, DesiredState(generation, None))
+    assert read_desired(tmp_path / PREVIOUS_NAME).generation == 1
+    assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o644
 
 
 def test_reader_survives_an_unreadable_path(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from blasst.kernels.exchange.desired import FILE_NAME
+from blasst.server.control import Wish
 from blasst.server.settings import Settings
 from blasst.server.sidecar import Sidecar
 
@@ -171,6 +172,15 @@ def test_a_bad_value_is_explained_and_changes_nothing(page, sidecar, unit, value
     page.until("#set-result", message)
     assert "bad" in page.find("#set-result")[0].get_attribute("class")
     assert sidecar.control.read().generation == 0
+
+
+def test_setting_the_threshold_keeps_min_context(page, sidecar):
+    page.until("#threshold", "never set")
+    sidecar.control.set(Wish(None, min_context=4096), "*")
+    page.until("#min-context", "4096 tokens")
+    page.set("mag", "2500")
+    page.until("#set-result", "Set, generation 2.")
+    assert sidecar.control.read().min_context == 4096
 
 
 def test_a_change_by_somebody_else_is_not_overwritten_unseen(page, sidecar):

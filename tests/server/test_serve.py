@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from blasst.kernels.exchange.desired import FILE_NAME, read_desired
+from blasst.kernels.exchange.desired import (
+    FILE_NAME,
+    DesiredState,
+    read_desired,
+    write_desired,
+)
+from blasst.kernels.threshold import SkipThreshold
 from blasst.server.settings import default_state_dir
 from blasst.server.verbs import vllm_options
 
@@ -163,6 +169,36 @@ def test_a_restart_with_the_same_threshold_is_no_new_generation(serve, tmp_path)
         served.popen.terminate()
         assert served.process.wait() == 0
         assert read_desired(tmp_path / "state" / FILE_NAME).generation == 1
+
+
+def run_once(serve, *arguments):
+    served = serve(*arguments)
+    served.ready()
+    served.popen.terminate()
+    assert served.process.wait() == 0
+    return served.process.out.read_text()
+
+
+def test_what_is_in_force_is_said_at_the_start(serve, tmp_path):
+    assert "threshold" not in run_once(serve)
+    out = run_once(serve, "--mag", 2500)
+    assert "threshold mag 2500, generation 1\n" in out
+    out = run_once(serve)
+    assert "threshold mag 2500, generation 1, as an earlier run left it\n" in out
+    (tmp_path / "state" / FILE_NAME).write_text("{")
+    assert f"threshold unknown: {FILE_NAME} is not JSON" in run_once(serve)
+    assert "threshold scale 500, generation 2\n" in run_once(serve, "--scale", 500)
+
+
+def test_a_given_min_context_rules_over_an_earlier_one(serve, tmp_path):
+    kept = DesiredState(5, SkipThreshold("mag", 2500), min_context=16384)
+    (tmp_path / "state").mkdir()
+    write_desired(tmp_path / "state", kept)
+    run_once(serve)
+    assert read_desired(tmp_path / "state" / FILE_NAME) == kept
+    run_once(serve, "--min-context", 1024)
+    now = read_desired(tmp_path / "state" / FILE_NAME)
+    assert (now.generation, now.threshold, now.min_context) == (6, kept.threshold, None)
 
 
 @pytest.mark.parametrize(

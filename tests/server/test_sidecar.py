@@ -302,6 +302,15 @@ def test_old_dead_pages_are_removed_at_the_start(sidecar, fake_engine, state):
     assert sorted(p.name for p in (state / "stats").iterdir()) == sorted([fresh.name, live])
 
 
+def test_what_a_killed_writer_left_is_removed_at_the_start(sidecar, state):
+    state.mkdir()
+    (state / ".desired-x1").write_text("{")
+    (state / ".desired-x1.previous").write_text("{")
+    (state / "notes").write_text("of somebody else")
+    sidecar()
+    assert sorted(p.name for p in state.iterdir()) == [".control.lock", "notes", "stats"]
+
+
 def test_json_of_the_command_line_agrees_with_the_api(sidecar, blasst):
     process, client = sidecar()
     command = blasst("threshold", "set", "--mag", 2500, "--json", "--url", process.url())
