@@ -19,6 +19,8 @@ import pytest
 
 from blasst.kernels.exchange.desired import FILE_NAME, DesiredReader, read_desired
 from blasst.server import cli
+from blasst.server.settings import Settings
+from blasst.server.sidecar import Sidecar
 
 THRESHOLD = "/v1/blasst/threshold"
 
@@ -188,6 +190,19 @@ def test_a_body_without_end_is_cut_off(sidecar):
         b"Content-Type: application/json\r\nContent-Length: 9999999999\r\n\r\n"
     )
     assert raw(process.url(), request) == 413
+
+
+def test_a_body_that_never_ends_gives_its_connection_back(monkeypatch, state):
+    monkeypatch.setattr("blasst.server.app.BODY_TIMEOUT_S", 0.5)
+    sidecar = Sidecar(Settings(state, port=0))
+    sidecar.prepare(dead_pages_older_than_s=0)
+    sidecar.start()
+    request = (
+        b"PUT /v1/blasst/threshold HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-Match: *\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 20\r\n\r\n{"
+    )
+    assert raw(sidecar.url, request) == 408
+    sidecar.stop()
 
 
 def test_it_listens_on_one_loopback_socket_only(sidecar):
