@@ -210,6 +210,9 @@ class Status(BaseModel):
     front_ends: list[FrontEndView]
     ranks: list[RankView]
     tiles: TileTable = Field(description="all engines and ranks added up")
+    unreadable_pages: int = Field(
+        description="statistics pages that are damaged or of another release: not counted here"
+    )
     requests_rejected: int
     desired_read_errors: int
     classes: list[ClassView]

@@ -92,6 +92,7 @@ def status(control: ControlService, cache: CachedPages) -> models.Status:
         front_ends=front_end_views(pages),
         ranks=[_rank(rank) for rank in ranks],
         tiles=_table(everything),
+        unreadable_pages=cache.unreadable,
         requests_rejected=sum(t.requests_rejected for t in totals.values()),
         desired_read_errors=sum(t.desired_read_errors for t in totals.values()),
         classes=[

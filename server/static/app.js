@@ -191,6 +191,8 @@ function show(status) {
   showFrontEnds(status.front_ends);
   showTiles(status.tiles);
   showClasses(status.classes);
+  text("unreadable", status.unreadable_pages ? `${status.unreadable_pages} statistics pages cannot `
+    + "be read: damaged, or of another release" : "");
   text("refused", status.requests_rejected ? `${status.requests_rejected} requests refused` : "");
   showError(status.error);
   $("main").hidden = false;

@@ -137,6 +137,20 @@ def test_a_missing_folder_or_full_disk_leaves_the_old_file(
     assert os.listdir(tmp_path) == [FILE_NAME]
 
 
+def test_file_and_folder_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def recorded(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    write_desired(tmp_path, STATE)
+    assert Path(synced[0]).name.startswith(desired.TEMP_PREFIX)
+    assert synced[1:] == [str(tmp_path)]
+
+
 def test_a_read_only_folder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_desired(tmp_path, STATE)
 
