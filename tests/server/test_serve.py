@@ -331,6 +331,8 @@ def test_one_port_for_both_is_refused(refuse, port):
         (("--attention_backend=TRITON_ATTN",), "conflicts"),
         (("--attention-config", '{"backend": "FLASH_ATTN"}'), "conflicts"),
         (("--attention-config.backend", "FLASH_ATTN"), "conflicts"),
+        (("-ac", '{"backend": "FLASH_ATTN"}'), "conflicts"),
+        (("-ac.backend=FLASH_ATTN",), "conflicts"),
         (("--port", "eighty"), "outside 1..65535"),
         (("--port", "0"), "outside 1..65535"),
         (("--min-context", "-1"), "outside 0..16777216"),
