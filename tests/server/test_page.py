@@ -134,6 +134,21 @@ def test_the_heat_map_has_a_coloured_cell_for_each_layer_and_head(page, fake_eng
     assert len(set(colours)) == 3
 
 
+def test_a_hostile_model_name_is_text(page, fake_engine):
+    name = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    fake_engine(model=name).front(42)
+    page.until("#models", name)
+    assert page.browser.title == "blasst"
+    assert page.find("#models *") == []
+
+
+def test_pages_that_cannot_be_read_are_told(page, tmp_path):
+    page.until("#threshold", "never set")
+    assert page.text("#unreadable") == ""
+    (tmp_path / "stats" / "front-9.stats").write_bytes(b"OTHERFMT" + bytes(100))
+    page.until("#unreadable", "1 statistics pages cannot be read")
+
+
 def test_the_form_sets_the_threshold_and_convergence_follows(page, fake_engine, sidecar):
     engine = fake_engine()
     engine.front(42)
