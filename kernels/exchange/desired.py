@@ -187,6 +187,11 @@ class DesiredReader:
         except FileNotFoundError:
             self._seen = "never"
         except DesiredStateError as e:
+            if isinstance(e.__cause__, OSError):
+                # The file may be good: too many open files, a share that was away.
+                self._seen = "never"
+                if self.last_error == str(e):
+                    return
             self.errors += 1
             self.last_error = str(e)
 

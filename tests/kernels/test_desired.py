@@ -240,6 +240,27 @@ def test_no_hard_links_are_needed_and_others_may_read(
     assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o644
 
 
+def test_reader_tries_again_after_a_failure_that_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = DesiredReader(tmp_path)
+    write_desired(tmp_path, STATE)
+
+    def refused(path: str, flags: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desired, "open_now", refused)
+        for _ in range(3):
+            assert reader.current() == DENSE
+    assert (reader.errors, reader.last_error) == (
+        1,
+        f"{FILE_NAME} cannot be read: Too many open files",
+    )
+    assert reader.current() == STATE
+    assert (reader.errors, reader.last_error) == (1, "")
+
+
 def test_reader_survives_an_unreadable_path(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     reader = DesiredReader(tmp_path)
