@@ -3,8 +3,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from blasst.kernels.exchange.layout import TTFT_BUCKETS_S, front_fields, rank_fi
 from blasst.kernels.exchange.pages import CachedPages, rank_totals
 from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.kernels.exchange.stats import Field, StatsWriter
+from blasst.server.observe import front_end_views, quantile
 
 
 class Scraped:
@@ -225,6 +228,29 @@ def test_the_latest_page_of_a_rank_tells_its_state(fake_engine, stats):
     page = scrape(stats)
     ages = [labels for name, labels in page.samples if name == "blasst_stats_age_seconds"]
     assert ages == [(("process", "rank-0-0-2"),)]
+
+
+def test_quantiles_are_linear_within_a_bucket():
+    buckets = [0] * (len(TTFT_BUCKETS_S) + 1)
+    assert quantile(buckets, 0.5) is None
+    buckets[10] = 4
+    low, high = TTFT_BUCKETS_S[9], TTFT_BUCKETS_S[10]
+    assert quantile(buckets, 0.25) == pytest.approx(low + 0.25 * (high - low))
+    assert quantile(buckets, 1.0) == pytest.approx(high)
+    buckets[0] = 4
+    assert quantile(buckets, 0.25) == pytest.approx(TTFT_BUCKETS_S[0] / 2)
+    buckets[-1] = 100
+    assert quantile(buckets, 0.95) == TTFT_BUCKETS_S[-1]
+
+
+def test_a_page_from_the_future_is_of_now(fake_engine, stats):
+    engine = fake_engine()
+    engine.front(42)
+    with engine.writers[-1].path.open("r+b") as page:
+        page.seek(24)
+        page.write(struct.pack("<d", time.time() + 3600))
+    assert front_end_views(CachedPages(stats).pages())[0].age_s == 0
+    assert scrape(stats)("blasst_stats_age_seconds", process="front-42") == 0
 
 
 def test_no_folder_is_no_pages(tmp_path):

@@ -240,3 +240,11 @@ def test_watch_prints_changes_until_interrupted(blasst, sidecar, capsys):
     assert watch.wait() == 130
     assert watch.out.read_text().count("\n") == 2
     assert watch.err.read_text() == ""
+
+
+def test_a_proxy_of_the_environment_is_left_out(blasst_threshold, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert blasst_threshold("get")[0] == 0
