@@ -213,7 +213,9 @@ def other_server():
         server.server_close()
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"generation": 1}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b"{}", b'{"generation": 1, "converged": true}']
+)
 def test_another_server_is_exit_1(blasst_threshold, other_server, body):
     url, _ = other_server(200, {}, body)
     code, _, err = blasst_threshold("get", url=url)
