@@ -35,6 +35,8 @@ _EXTRAS = {
     "httpx": "evals",
     "jinja2": "evals",
     "tokenizers": "evals",
+    "gguf": "evals",
+    "numpy": "evals",
     "transformers": "evals",
     "wonderwords": "evals",
     "torch": "cpu",
