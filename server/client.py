@@ -106,7 +106,7 @@ class ThresholdClient:
             raise ApiError(0, f"no sidecar answers at {self.url}: {e.reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise ApiError(0, f"no usable answer from {self.url}: {e}") from None
-        if not isinstance(state, dict) or not _SHOWN <= state.keys():
+        if not isinstance(state, dict) or not state.keys() >= _SHOWN:
             raise ApiError(0, f"what answers at {self.url} is not a blasst sidecar")
         return state
 
