@@ -182,8 +182,12 @@ def _settings(args: argparse.Namespace, served_port: int) -> Settings:
 
 
 def _vllm_command(given: str) -> list[str]:
-    command = shlex.split(given) or [str(Path(sys.executable).with_name("vllm"))]
-    if not given and not Path(command[0]).exists():
+    try:
+        words = shlex.split(given)
+    except ValueError as e:
+        raise SettingsError(f"--vllm-command {given!r} is no command: {e}") from None
+    command = words or [str(Path(sys.executable).with_name("vllm"))]
+    if not words and not Path(command[0]).exists():
         raise SettingsError(
             f"no vLLM beside {sys.executable}: pip install 'blasst[cpu]' or 'blasst[cuda]'"
         )

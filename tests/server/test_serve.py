@@ -339,6 +339,7 @@ def test_one_port_for_both_is_refused(refuse, port):
         (("--impl", "cuda"), "invalid choice"),
         (("--min-context", "many"), "invalid int"),
         (("--stop-timeout", "nan"), "at least 0"),
+        (("--vllm-command", '"'), "No closing quotation"),
         (("--sidecar-host", "0.0.0.0"), "without a token"),
         (("--token-file", "/nonexistent"), "cannot be read"),
         (("--state-dir", "/proc/nothing"), "cannot be used"),
