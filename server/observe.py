@@ -81,7 +81,9 @@ def status(control: ControlService, cache: CachedPages) -> models.Status:
     ranks = rank_totals(pages)
     totals = model_totals(pages)
     everything: Tiles = {}
-    for rank in ranks:
+    # Pages of a model that ran here before lie in the folder too; layers of two do not add up.
+    running = {rank.model_name for rank in ranks if rank.alive}
+    for rank in (r for r in ranks if not running or r.model_name in running):
         for where, (visited, skipped) in rank.tiles.items():
             v, s = everything.get(where, (0, 0))
             everything[where] = (v + visited, s + skipped)

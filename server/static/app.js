@@ -165,8 +165,10 @@ function showTiles(tiles) {
   $("heat").replaceChildren(head, body);
 }
 
-function showClasses(classes) {
-  const answered = classes.filter((c) => c.ttft.count > 0);
+function showClasses(classes, frontEnds) {
+  const running = new Set(frontEnds.filter((f) => f.alive).map((f) => f.model_name));
+  const shown = (c) => running.size === 0 || running.has(c.model_name);
+  const answered = classes.filter((c) => c.ttft.count > 0 && shown(c));
   $("ttft").tBodies[0].replaceChildren(...answered.map((c) => row([
     [lengthClass(c.prompt_length_class)],
     [lambdaClass(c.lambda_class)],
@@ -190,7 +192,7 @@ function show(status) {
   showThreshold(status);
   showFrontEnds(status.front_ends);
   showTiles(status.tiles);
-  showClasses(status.classes);
+  showClasses(status.classes, status.front_ends);
   text("unreadable", status.unreadable_pages ? `${status.unreadable_pages} statistics pages cannot `
     + "be read: damaged, or of another release" : "");
   text("refused", status.requests_rejected ? `${status.requests_rejected} requests refused` : "");

@@ -248,6 +248,24 @@ def test_ttft_of_each_class(page, fake_engine):
     ]
 
 
+def test_a_model_that_ran_before_is_not_mixed_in(page, fake_engine):
+    before = fake_engine(model="before")
+    before.rank(0, visited=1000)
+    before.front(1)
+    before.requests(0.05, 3000, [0.1] * 77)
+    for writer in before.writers:
+        writer.detach()
+    page.until("#heat-total", "of 6,000 tiles")
+    page.until("#ttft tbody", "77")
+    now = fake_engine(model="now")
+    now.rank(1)
+    now.front(2)
+    now.requests(0.05, 3000, [0.1] * 5)
+    page.until("#heat-total", "of 600 tiles")
+    page.until("#ttft tbody", "5")
+    assert "77" not in page.text("#ttft tbody")
+
+
 def test_a_corrupt_file_is_told_and_repaired_from_the_page(page, sidecar):
     page.set("mag", "2500")
     page.until("#threshold", "MAG 2500")

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -282,6 +283,18 @@ def test_a_pid_1_that_reaps_nobody_does_not_hold_the_end_up(serve, blasst, ends)
         os.kill(int(served.process.output(r"supervisor (\d+)")[1]), signal.SIGTERM)
     assert served.process.wait(8) == (7 if ends else 0)
     served.assert_nothing_left()
+
+
+def test_a_process_that_nothing_ends_does_not_hold_the_end_up():
+    code = (
+        "from blasst.server import supervisor\n"
+        "supervisor._GIVE_UP_S = 0.3\n"
+        "supervisor.os.killpg = lambda *_: None\n"
+        "raise SystemExit(supervisor.Supervisor(['sh', '-c', 'exit 3'], {}, 1).wait())"
+    )
+    assert (
+        subprocess.run([sys.executable, "-P", "-c", code], timeout=30, check=False).returncode == 3
+    )
 
 
 @pytest.fixture
