@@ -39,8 +39,10 @@ FAKE_VLLM = """
         signal.signal(signal.SIGINT, leave)
         signal.signal(signal.SIGTERM, leave)
     ignore = mode in ("stubborn", "stubborn_worker")
-    code = f"import signal as s, time; {ignore} and s.signal(s.SIGTERM, s.SIG_IGN); time.sleep(600)"
-    worker = subprocess.Popen([sys.executable, "-c", code])
+    code = f"import signal as s, time; {ignore} and s.signal(s.SIGTERM, s.SIG_IGN)"
+    code += "; print(flush=True); time.sleep(600)"
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    worker.stdout.readline()
     record = {"argv": sys.argv[1:], "pid": os.getpid(), "worker": worker.pid}
     record["env"] = dict(os.environ)
     path = os.environ["FAKE_RECORD"]
@@ -155,9 +157,11 @@ def test_arguments_environment_and_initial_threshold(serve, connect, tmp_path, m
     served.assert_nothing_left()
 
 
-def test_settings_that_were_not_given_are_not_set(serve):
-    served = serve(env={"VLLM_BLASST_MIN_CONTEXT": "77"})
+def test_settings_that_were_not_given_are_not_set(serve, tmp_path):
+    state = os.path.relpath(tmp_path / "state")
+    served = serve(state=state, env={"VLLM_BLASST_MIN_CONTEXT": "77"})
     env = served.record()["env"]
+    assert env["VLLM_BLASST_STATE_DIR"] == str(tmp_path / "state")
     assert env["VLLM_BLASST_MIN_CONTEXT"] == "77"
     given = {name for name in env if name.startswith("VLLM_BLASST_")}
     assert given == {"VLLM_BLASST_STATE_DIR", "VLLM_BLASST_MIN_CONTEXT"}
