@@ -220,7 +220,7 @@ def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number, mod
     began = time.monotonic()
     served.popen.send_signal(number)
     assert served.process.wait() == 0
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
     expected = "SIGTERM" if number == signal.SIGHUP else signal.Signals(number).name
     assert f"got {expected}" in served.process.out.read_text()
     served.assert_nothing_left()
@@ -232,7 +232,7 @@ def test_a_vllm_that_ignores_signals_is_killed_in_time(serve):
     began = time.monotonic()
     served.popen.send_signal(signal.SIGINT)
     assert served.process.wait() == 128 + signal.SIGKILL
-    assert 1 <= time.monotonic() - began < 8
+    assert 1 <= time.monotonic() - began < 20
     served.assert_nothing_left()
 
 
@@ -243,7 +243,7 @@ def test_a_second_signal_does_not_wait(serve):
     time.sleep(0.5)
     assert served.popen.poll() is None
     served.popen.send_signal(signal.SIGINT)
-    assert served.process.wait(8) == 128 + signal.SIGKILL
+    assert served.process.wait(20) == 128 + signal.SIGKILL
     served.assert_nothing_left()
 
 
@@ -285,7 +285,7 @@ def test_a_pid_1_that_reaps_nobody_does_not_hold_the_end_up(serve, blasst, ends)
     served.ready()
     if not ends:
         os.kill(int(served.process.output(r"supervisor (\d+)")[1]), signal.SIGTERM)
-    assert served.process.wait(8) == (7 if ends else 0)
+    assert served.process.wait(20) == (7 if ends else 0)
     served.assert_nothing_left()
 
 
