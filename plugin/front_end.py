@@ -6,6 +6,7 @@ convergence shows while no request comes, and admission never waits for a file.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -25,7 +26,7 @@ from blasst.kernels.exchange.layout import (
     length_class,
     ttft_bucket,
 )
-from blasst.kernels.exchange.stats import StatsWriter, iter_stats
+from blasst.kernels.exchange.stats import StatsWriter, free_name, iter_stats
 from blasst.kernels.threshold import SkipThreshold, lambda_to_mag
 from blasst.plugin.admission import AdmissionError, Deployment, Wish, decide, parse_wish
 from blasst.plugin.log import logger
@@ -50,7 +51,7 @@ class FrontEnd:
     ) -> None:
         self.settings = settings
         self.model_name = model_name
-        self._refusal = refusal
+        self.refusal = refusal
         self._worker_refusal: str | None = None
         self._saw_ranks = False
         self._reader = DesiredReader(settings.state_dir) if settings.state_dir else None
@@ -122,8 +123,8 @@ class FrontEnd:
         return self._reader.current() if self._reader is not None else DENSE
 
     def _why_not(self, wish: Wish, deployment: Deployment) -> str | None:
-        if self._refusal is not None:
-            return self._refusal
+        if self.refusal is not None:
+            return self.refusal
         if wish == "off" or (wish is None and deployment.threshold is None):
             return None
         if not self._saw_ranks:
@@ -163,6 +164,9 @@ class FrontEnd:
             if error:
                 logger.error("blasst: %s; generation %d stays in force", error, desired.generation)
         if self._page is not None:
+            if self.settings.state_dir is not None:
+                with contextlib.suppress(OSError):
+                    self._page.keep()
             self._page.update(**self._arrays(desired))
 
     def _arrays(self, desired: DesiredState) -> dict[str, Any]:
@@ -194,9 +198,8 @@ def _open_page(folder: Path | None, model_name: str, vllm_version: str) -> Stats
         return None
     labels = {"pid": str(os.getpid()), "model_name": model_name, "vllm_version": vllm_version}
     try:
-        return StatsWriter(
-            folder, f"front-{os.getpid()}", kind=FRONT, labels=labels, fields=front_fields()
-        )
+        name = free_name(folder, f"front-{os.getpid()}")
+        return StatsWriter(folder, name, kind=FRONT, labels=labels, fields=front_fields())
     except OSError as e:
         logger.error("blasst: no statistics page in %s (%s); serving goes on", folder, e.strerror)
         return None

@@ -22,8 +22,11 @@ from blasst.plugin.stamp import read_stamp, stamped
 
 _ATTRIBUTE = "_blasst"
 _NEEDS_OURS = "blasst_* arguments need an engine started with --attention-backend blasst"
-_current: tuple[int, FrontEnd] | None = None
-"""(process id, front end): a forked child must not take its parent's for its own."""
+_current: tuple[int, FrontEnd | None] | None = None
+"""(process id, front end of the engine made last, None if it has another backend). A forked child
+must not take its parent's for its own."""
+_fronts: list[tuple[int, FrontEnd]] = []
+"""All of them, so that an engine like an earlier one takes over its front end."""
 
 
 def install() -> None:
@@ -33,30 +36,28 @@ def install() -> None:
 
     wrap_method(InputProcessor, "__init__", _make_front_end)
     wrap_method(InputProcessor, "process_inputs", _admit)
+    wrap_method(OutputProcessor, "__init__", _join_front_end)
     wrap_method(OutputProcessor, "add_request", _remember)
     wrap_method(OutputProcessor, "process_outputs", _watch_first_tokens)
 
 
 def current() -> FrontEnd | None:
-    """The front end of this process, if an engine here uses our backend."""
+    """The front end of the engine that this process made last, if it uses our backend."""
     return _current[1] if _current is not None and _current[0] == os.getpid() else None
 
 
 def _front_end_for(vllm_config: Any) -> FrontEnd:
-    global _current
     settings = Settings.from_env()
-    model = vllm_config.model_config
-    name = served_name(model)
-    front = current()
-    if front is not None and (front.settings, front.model_name) == (settings, name):
-        return front
-    if front is not None:
-        front.close()
+    name = served_name(vllm_config.model_config)
+    refusal = "; ".join(model_reasons(vllm_config, settings.impl)) or None
+    wanted = (os.getpid(), settings, name, refusal)
+    for pid, front in _fronts:
+        if (pid, front.settings, front.model_name, front.refusal) == wanted:
+            return front
     from vllm import __version__
 
-    reasons = model_reasons(vllm_config, settings.impl)
-    front = FrontEnd(settings, name, __version__, "; ".join(reasons) or None)
-    _current = (os.getpid(), front)
+    front = FrontEnd(settings, name, __version__, refusal)
+    _fronts.append((os.getpid(), front))
     # Runs at the end of the main process and of multiprocessing's children, where atexit does not.
     multiprocessing.util.Finalize(front, front.close, exitpriority=10)
     return front
@@ -70,9 +71,20 @@ def served_name(model_config: Any) -> str:
 
 def _make_front_end(stock: Method) -> Method:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        global _current
         stock(self, vllm_config, *args, **kwargs)
         front = _front_end_for(vllm_config) if selected(vllm_config) else None
         setattr(self, _ATTRIBUTE, front)
+        _current = (os.getpid(), front)
+
+    return __init__
+
+
+def _join_front_end(stock: Method) -> Method:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        # LLMEngine and AsyncLLM make it right after the InputProcessor of the same engine.
+        setattr(self, _ATTRIBUTE, current())
 
     return __init__
 
@@ -138,7 +150,8 @@ def _remember(stock: Method) -> Method:
         **kwargs: Any,
     ) -> None:
         stock(self, request, prompt, parent_req, request_index, *args, **kwargs)
-        if current() is None or request_index or request.sampling_params is None:
+        front: FrontEnd | None = getattr(self, _ATTRIBUTE, None)
+        if front is None or request_index or request.sampling_params is None:
             return  # of n completions of one prompt, the first is the one that is timed
         stamp = read_stamp(request.sampling_params.extra_args)
         state = self.request_states.get(request.request_id)
@@ -151,7 +164,7 @@ def _remember(stock: Method) -> Method:
 
 def _watch_first_tokens(stock: Method) -> Method:
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        front = current()
+        front: FrontEnd | None = getattr(self, _ATTRIBUTE, None)
         if front is not None:
             for output in engine_core_outputs:
                 state = self.request_states.get(output.request_id)

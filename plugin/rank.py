@@ -6,6 +6,7 @@ no further step comes; the steps themselves only add to integers.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from blasst.kernels.exchange.layout import RANK, RANK_COUNTERS, rank_fields
-from blasst.kernels.exchange.stats import StatsWriter
+from blasst.kernels.exchange.stats import StatsWriter, free_name
 from blasst.kernels.stats import SkipCounters
 from blasst.plugin.log import logger
 from blasst.plugin.stamp import read_stamp
@@ -40,12 +41,19 @@ class RankShape:
 
 
 class Rank:
-    """Not thread-safe but for the page: vLLM runs one step at a time in a worker."""
+    """Not thread-safe but for the page: vLLM runs one step at a time in a worker. keeps_page: put
+    the page back when someone removes it."""
 
     def __init__(
-        self, shape: RankShape, folder: Path | None, interval_s: float, device: Any
+        self,
+        shape: RankShape,
+        folder: Path | None,
+        interval_s: float,
+        device: Any,
+        keeps_page: bool = False,
     ) -> None:
         self.shape = shape
+        self._keeps_page = keeps_page
         self.counters = SkipCounters(shape.num_layers, shape.num_kv_heads, device)
         self.counts = dict.fromkeys(RANK_COUNTERS, 0)
         self._step: dict[str, int] = {}
@@ -139,7 +147,14 @@ class Rank:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
+            if self._keeps_page:
+                self._keep()
             self.flush()
+
+    def _keep(self) -> None:
+        with self._writing, contextlib.suppress(OSError):
+            if self._page is not None:
+                self._page.keep()
 
     def _unstamped(self, req_id: str) -> None:
         if req_id.startswith(_WARM_UP):
@@ -167,10 +182,11 @@ def _open_page(folder: Path | None, shape: RankShape) -> StatsWriter | None:
         "first_kv_head": str(shape.first_kv_head),
         "refusal": shape.refusal,
     }
-    name = f"rank-{shape.engine}-{shape.rank}-{os.getpid()}"
+    base = f"rank-{shape.engine}-{shape.rank}-{os.getpid()}"
     fields = rank_fields(shape.num_layers, shape.num_kv_heads)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        name = free_name(folder, base)
         return StatsWriter(folder, name, kind=RANK, labels=labels, fields=fields)
     except OSError as e:
         logger.error("blasst: no statistics page in %s (%s); serving goes on", folder, e.strerror)

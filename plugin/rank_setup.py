@@ -32,6 +32,7 @@ def set_up_rank(vllm_config: Any, device: Any, known: Rank | None) -> Rank:
         settings.stats_dir,
         settings.stats_interval_s,
         device,
+        keeps_page=settings.state_dir is not None,
     )
     for verdict in verdicts:
         if verdict.impl is not None:

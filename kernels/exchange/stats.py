@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 MAGIC = b"BLASSTS1"
 SUFFIX = ".stats"
@@ -100,25 +100,11 @@ class StatsWriter:
                 "fields": [[f.name, list(f.shape), f.code] for f in fields],
             }
         ).encode()
-        fd, temp = tempfile.mkstemp(prefix=".stats-", dir=folder)
-        self._file = os.fdopen(fd, "r+b")
-        try:
-            os.fchmod(fd, 0o644)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Not truncate: on a full disk a hole would kill the engine with SIGBUS when it is
-            # written through the map; this raises OSError here.
-            os.posix_fallocate(fd, 0, at + len(header))
-            self._map = mmap.mmap(fd, at + len(header))
-            self._map[: _HEAD.size] = _HEAD.pack(MAGIC, len(header), 0)
-            self._map[24:32] = _UPDATED.pack(time.time())
-            self._map[at:] = header
-            os.replace(temp, self.path)
-        except BaseException:
-            self._file.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temp)
-            raise
         self._sequence = 0
+        content = bytearray(at) + header
+        content[: _HEAD.size] = _HEAD.pack(MAGIC, len(header), 0)
+        content[24:32] = _UPDATED.pack(time.time())
+        self._file, self._map = _make_file(self.path, bytes(content))
 
     def update(self, **arrays: Sequence[float] | bytes | memoryview | float) -> None:
         """Write arrays under one sequence step; those not named keep their values.
@@ -147,6 +133,16 @@ class StatsWriter:
         self._map[24:32] = _UPDATED.pack(time.time())
         self._step()
 
+    def keep(self) -> None:
+        """Put the file back, with what it held, if someone removed it or its folder. Raises OSError
+        when that cannot be; the writer still works then, unseen."""
+        if self.path.exists():
+            return
+        self.path.parent.mkdir(exist_ok=True)
+        file, page = _make_file(self.path, self._map[:])
+        self.detach()
+        self._file, self._map = file, page
+
     def close(self) -> None:
         """Unmap and remove the file. Safe to call twice."""
         if not self._file.closed:
@@ -163,6 +159,45 @@ class StatsWriter:
     def _step(self) -> None:
         self._sequence += 1
         self._map[16:24] = _SEQUENCE.pack(self._sequence)
+
+
+def _make_file(path: Path, content: bytes) -> tuple[IO[bytes], mmap.mmap]:
+    """The locked file, complete before it has its name."""
+    fd, temp = tempfile.mkstemp(prefix=".stats-", dir=path.parent)
+    file = os.fdopen(fd, "r+b")
+    try:
+        os.fchmod(fd, 0o644)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not truncate: on a full disk a hole would kill the engine with SIGBUS when it is
+        # written through the map; this raises OSError here.
+        os.posix_fallocate(fd, 0, len(content))
+        page = mmap.mmap(fd, len(content))
+        page[:] = content
+        os.replace(temp, path)
+    except BaseException:
+        file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp)
+        raise
+    return file, page
+
+
+def free_name(folder: Path, name: str) -> str:
+    """`name`, or the first of name-2, name-3, ... whose page has no running writer: several
+    engines of one process."""
+    candidate, number = name, 1
+    while _written_now(folder / (candidate + SUFFIX)):
+        number += 1
+        candidate = f"{name}-{number}"
+    return candidate
+
+
+def _written_now(path: Path) -> bool:
+    try:
+        with open(path, "rb", buffering=0, opener=open_now) as f:
+            return not _unlocked(f.fileno())
+    except OSError:
+        return False
 
 
 def read_stats(path: Path) -> StatsPage:

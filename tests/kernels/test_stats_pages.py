@@ -20,6 +20,7 @@ from blasst.kernels.exchange.stats import (
     StatsError,
     StatsWriter,
     TornError,
+    free_name,
     iter_stats,
     read_stats,
     remove_dead,
@@ -285,3 +286,50 @@ def test_a_full_disk_is_an_error_and_no_sigbus(tiny_disk: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr
     assert os.listdir(tiny_disk) == []
+
+
+def test_a_removed_page_comes_back_with_its_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "stats"
+    folder.mkdir()
+    writer = StatsWriter(folder, "a", kind="rank", labels={"rank": "0"}, fields=FIELDS)
+    writer.update(tiles=range(12), one=7)
+    inode = writer.path.stat().st_ino
+    writer.keep()
+    assert writer.path.stat().st_ino == inode  # nothing to do
+    shutil.rmtree(folder)
+    writer.keep()
+    page = read_stats(writer.path)
+    assert (page.scalar("one"), list(page.arrays["tiles"]), page.alive) == (
+        7,
+        list(range(12)),
+        True,
+    )
+    writer.update(one=8)
+    assert read_stats(writer.path).scalar("one") == 8
+    assert list(folder.iterdir()) == [writer.path]
+    writer.close()
+
+
+def test_a_page_that_cannot_come_back_disturbs_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "stats"
+    folder.mkdir(parents=True)
+    writer = StatsWriter(folder, "a", kind="rank", labels={}, fields=FIELDS)
+    shutil.rmtree(folder.parent)
+    with pytest.raises(FileNotFoundError):
+        writer.keep()
+    writer.update(one=3)
+    folder.mkdir(parents=True)
+    writer.keep()
+    assert read_stats(writer.path).scalar("one") == 3
+    writer.close()
+
+
+def test_a_running_writer_keeps_its_name_and_a_dead_one_gives_it_up(tmp_path: Path) -> None:
+    assert free_name(tmp_path, "a") == "a"
+    first = StatsWriter(tmp_path, "a", kind="rank", labels={}, fields=FIELDS)
+    assert free_name(tmp_path, "a") == "a-2"
+    second = StatsWriter(tmp_path, "a-2", kind="rank", labels={}, fields=FIELDS)
+    assert free_name(tmp_path, "a") == "a-3"
+    first.detach()
+    assert free_name(tmp_path, "a") == "a"
+    second.close()

@@ -140,3 +140,18 @@ def test_salt_separates_thresholds_and_callers() -> None:
     assert salts[:2] == [None, "tenant"]
     assert salted("tenant", Stamp(0.5, 7), False) == salted("tenant", Stamp(0.5, 9), False)
     assert salted("tenant", Stamp(0.5), True) == "tenant"
+
+
+def test_requests_that_run_dense_are_stamped_with_the_generation_too() -> None:
+    short = Deployment(MAG, 1000, 7)
+    assert decide(None, short, 999) == Stamp(None, 7)
+    assert decide("off", short, 1000) == Stamp(None, 7)
+    assert decide(None, Deployment(None, 0, 8), 10) == Stamp(None, 8)
+
+
+@given(
+    st.floats(0, LAMBDA_MAX, allow_subnormal=True), st.floats(0, LAMBDA_MAX, allow_subnormal=True)
+)
+def test_two_lambdas_never_share_a_salt(one: float, other: float) -> None:
+    a, b = salted(None, Stamp(one), False), salted(None, Stamp(other), False)
+    assert (a == b) == (one == other)

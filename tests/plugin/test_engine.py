@@ -164,6 +164,16 @@ def test_the_option_shares_cached_prefixes(deployment: dict[str, Any]) -> None:
     assert all(seen[name]["cached"] > 0 for name in ("request", "off", "file", "dense", "scale"))
 
 
+def test_engines_of_one_process_are_counted_apart_and_outlive_their_pages(
+    run_script: Script, tmp_path: Path
+) -> None:
+    result = run_script("two_engines.py", {"VLLM_BLASST_STATE_DIR": str(tmp_path)})
+    assert result["before"] == {"first": [100, 100, 2, 2], "second": [0, 100, 1, 1]}
+    # The second engine's prompt was cached by then, but for less than a block.
+    assert result["after"]["first"] == result["before"]["first"]
+    assert result["after"]["second"][2:] == [2, 2]
+
+
 def test_two_spawned_ranks_share_the_work_of_one(run_script: Script) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +177,36 @@ def test_wrapping_twice_wraps_once() -> None:
 def test_a_method_that_vllm_no_longer_has_is_an_error() -> None:
     with pytest.raises(KeyError, match="gone"):
         wrap_method(Runner, "gone", request_tap._follow_step)
+
+
+def test_a_step_is_counted_once_although_the_next_one_has_no_rows() -> None:
+    r = rank()
+    step(r, {"a": 5})
+    r.end_step()  # nothing was scheduled
+    assert r.counts["prefill_tokens_dense"] == 5
+
+
+def test_two_engines_of_a_process_have_a_page_each(tmp_path: Path) -> None:
+    first, second = rank(tmp_path), rank(tmp_path)
+    step(first, {"a": 5})
+    step(second, {"a": 7})
+    for r in (first, second):
+        r.close()
+    found = sorted(p.scalar("prefill_tokens_dense") for p in iter_stats(tmp_path, "rank"))
+    assert found == [5, 7]
+
+
+def test_a_removed_page_is_put_back_only_in_a_state_folder(tmp_path: Path) -> None:
+    kept = Rank(SHAPE, tmp_path / "kept", 0.05, "cpu", keeps_page=True)
+    gone = Rank(SHAPE, tmp_path / "gone", 0.05, "cpu")
+    for r, folder in ((kept, tmp_path / "kept"), (gone, tmp_path / "gone")):
+        step(r, {"a": 5})
+        shutil.rmtree(folder)
+    end = time.monotonic() + 5
+    while not (tmp_path / "kept").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.15)
+    kept.close()
+    assert page(tmp_path / "kept").scalar("prefill_tokens_dense") == 5
+    gone.close()
+    assert not (tmp_path / "gone").exists()
