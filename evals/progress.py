@@ -52,6 +52,12 @@ class Progress:
         else:
             print(line, file=self._stream, flush=True)
 
+    def restart(self) -> None:
+        """Forget what was done: a new total begins, timed from now."""
+        self.done = 0
+        self._start = time.monotonic()
+        self._last = -_EVERY_S
+
     def close(self) -> None:
         if not self._quiet:
             self._clear()

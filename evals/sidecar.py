@@ -139,8 +139,8 @@ class Sidecar:
     def settled(self, before: Counters, prompt_tokens: int, timeout_s: float) -> Counters:
         """The counters once they show that `prompt_tokens` were prefilled after `before`.
 
-        Counters are published every half second or so, never on demand. Returns what there is when
-        the time is up; the caller judges it.
+        Counters are published every half second or so, never on demand, tokens not before their
+        tiles. Returns what there is when the time is up; the caller judges it.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -192,3 +192,38 @@ def block_mask_from(
         counts = chosen.sum(-1).int()
         lists += [counts, chosen.int().argsort(dim=-1, descending=True, stable=True).int()]
     return BlockMask(mask_mod, *lists)
+
+
+def dense_attention(
+    q: torch.Tensor,
+    kv: RaggedKV,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    causal: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Plain softmax over whole score matrices in `dtype`: [total_q, num_heads, head_dim]."""
+    out = torch.zeros_like(q, dtype=dtype)
+    q_ends, k_ends = cu_seqlens_q.tolist(), kv.cu_seqlens_k.tolist()
+    for (a, b), (c, d) in zip(pairwise(q_ends), pairwise(k_ends), strict=True):
+        if a == b or c == d:
+            continue
+        group = q.shape[1] // kv.k.shape[1]
+        k, v = (t[c:d].to(dtype).repeat_interleave(group, 1).transpose(0, 1) for t in (kv.k, kv.v))
+        scores = q[a:b].to(dtype).transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+        if causal:
+            key, position = torch.arange(d - c), torch.arange(b - a)[:, None] + (d - c) - (b - a)
+            scores = scores.masked_fill(key > position, -torch.inf)
+        out[a:b] = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1)
+    return out
+
+
+def error_budget(
+    q: torch.Tensor, kv: RaggedKV, cu_seqlens_q: torch.Tensor, *, causal: bool
+) -> float:
+    """Twice the error of plain float32 softmax stored in q's dtype, and a band for rounding."""
+    exact = dense_attention(q, kv, cu_seqlens_q, causal=causal, dtype=torch.float64)
+    plain = dense_attention(q, kv, cu_seqlens_q, causal=causal, dtype=torch.float32)
+    largest = float(kv.v.abs().max()) if kv.v.numel() else 0.0
+    band = torch.finfo(q.dtype).eps * largest
+    return 2 * float((plain.to(q.dtype).double() - exact).abs().max()) + band

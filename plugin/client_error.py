@@ -5,6 +5,6 @@ from vllm.exceptions import VLLMValidationError
 from blasst.plugin.admission import AdmissionError
 
 
-class RefusedRequestError(AdmissionError, VLLMValidationError):
-    """A ValueError for offline callers, a client error for the server (a ValueError is not one
-    since vLLM 0.29: it would answer 500)."""
+class RefusedRequestError(VLLMValidationError, AdmissionError):
+    """A client error for the server, a ValueError for offline callers. The server answers a plain
+    ValueError with 500 since it tells client errors by class (vLLM 0.26 did not)."""

@@ -48,6 +48,7 @@ class Rank:
         self.shape = shape
         self.counters = SkipCounters(shape.num_layers, shape.num_kv_heads, device)
         self.counts = dict.fromkeys(RANK_COUNTERS, 0)
+        self._step: dict[str, int] = {}
         self._lambdas: dict[str, float] = {}
         self._unstamped_seen = False
         self._steps = 0
@@ -79,12 +80,12 @@ class Rank:
         tokens: Mapping[str, int],
         drafts: Collection[str],
     ) -> list[float | None] | None:
-        """Count one step; lambda of each batch row, None = vLLM's stock path. None: no row votes.
+        """Lambda of each batch row, None = vLLM's stock path. None: no row votes.
 
-        A row of one token is a decode, and so is one that verifies draft tokens.
+        What it counts becomes visible with `end_step`. A row of one token is a decode, and so is
+        one that verifies draft tokens.
         """
-        counts = self.counts
-        self._steps += 1
+        counts = self._step = dict.fromkeys(RANK_COUNTERS, 0)
         total = sum(tokens[r] for r in req_ids)
         if total == len(req_ids):
             counts["decode_tokens"] += total
@@ -105,13 +106,24 @@ class Rank:
             lambdas.append(skip_lambda)
         return lambdas if votes else None
 
+    def end_step(self) -> None:
+        """Count the step of the last `rows`: only now are its tiles complete."""
+        for name, number in self._step.items():
+            self.counts[name] += number
+        self._step = {}
+        self._steps += 1
+
     def flush(self) -> None:
-        """Write the page if anything changed since it was written."""
+        """Write the page if a step ended since it was written.
+
+        Tokens are read before tiles: a page never shows tokens whose tiles are still to come.
+        """
         steps = self._steps
         if self._page is None or steps == self._written:
             return
+        counts = dict(self.counts)
         tiles = self.counters.snapshot()
-        self._page.update(tiles=tiles.numpy().tobytes(), **self.counts)
+        self._page.update(tiles=tiles.numpy().tobytes(), **counts)
         self._written = steps
 
     def close(self) -> None:

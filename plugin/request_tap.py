@@ -60,6 +60,7 @@ def _follow_step(stock: Method) -> Method:
             return stock(self, scheduler_output, *args, **kwargs)
         finally:
             _rows = None
+            rank.end_step()
 
     return execute_model
 

@@ -114,7 +114,7 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "threshold": {"unit": "mag", "value": 2500.0},
     "mag": 2500.0,
     "lambda": 0.1767766952966369,
-    "min_context": None,
+    "min_context": 16384,
     "updated_at": "2026-11-30T07:30:00.000+00:00",
     "updated_by": "127.0.0.1",
     "reason": "chosen from last week's sweep",

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:blasst:problem:"
@@ -53,12 +54,22 @@ def install(app: FastAPI) -> None:
             404: "There is nothing at this path; /openapi.json lists what there is.",
             405: "This path does not take this method; the Allow header names those it takes.",
         }.get(error.status_code, str(error.detail))
-        return Problem(error.status_code, kind, detail, error.headers).response()
+        headers = _allow(app, request) if error.status_code == 405 else error.headers
+        return Problem(error.status_code, kind, detail, headers).response()
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("unexpected error in %s %s", request.method, request.scope["path"])
         return Problem(500, "internal", "Unexpected error; the sidecar's log has it.").response()
+
+
+def _allow(app: FastAPI, request: Request) -> dict[str, str]:
+    """All methods of the path: each has a route of its own, and routing names the first alone."""
+    methods: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is Match.PARTIAL:
+            methods |= route.methods or set()
+    return {"Allow": ", ".join(sorted(methods))}
 
 
 def schema() -> dict[str, Any]:

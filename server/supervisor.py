@@ -17,7 +17,7 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
-_STRAGGLERS_S = 3.0
+_STRAGGLERS_S = 2.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

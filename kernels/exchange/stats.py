@@ -104,6 +104,7 @@ class StatsWriter:
             self._file.truncate(at + len(header))
             self._map = mmap.mmap(fd, at + len(header))
             self._map[: _HEAD.size] = _HEAD.pack(MAGIC, len(header), 0)
+            self._map[24:32] = _UPDATED.pack(time.time())
             self._map[at:] = header
             os.replace(temp, self.path)
         except BaseException:

@@ -1,1 +1,257 @@
-x
+"use strict";
+// The status page: one GET of /v1/blasst/status every REFRESH_MS, one PUT from the form.
+
+const REFRESH_MS = 2000;
+const LATE_MS = 10000;
+const HINTS = {
+  mag: "lambda = 2^(-MAG/1000): a higher MAG skips less. Usual: 1000 to 14000.",
+  lambda: "Natural base, 0 \u2264 lambda < 1; 0 skips nothing. Usual: 0.00001 to 0.5.",
+  scale: "lambda times the prompt's length in tokens: longer prompts get a smaller lambda.",
+  off: "Dense attention: no block is skipped.",
+};
+const CLASS_NAMES = {
+  dense: "dense", lambda_0: "lambda 0", mag_lt_1000: "MAG < 1000", mag_ge_10000: "MAG \u2265 10000",
+};
+
+const $ = (id) => document.getElementById(id);
+let token = "";
+let generation = null;
+let lastGood = 0;
+
+function text(id, value, className = "") {
+  $(id).textContent = value;
+  $(id).className = className;
+}
+
+function row(cells, className = "") {
+  const tr = document.createElement("tr");
+  tr.className = className;
+  for (const [value, cellClass] of cells) {
+    const td = document.createElement("td");
+    td.textContent = value;
+    if (cellClass) td.className = cellClass;
+    tr.append(td);
+  }
+  return tr;
+}
+
+const number = (value) => value === null ? "-" : String(Number(value.toPrecision(6)));
+
+function seconds(value) {
+  if (value === null) return "-";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+}
+
+function age(value) {
+  if (value < 120) return `${Math.round(value)} s ago`;
+  return value < 7200 ? `${Math.round(value / 60)} min ago` : `${Math.round(value / 3600)} h ago`;
+}
+
+function percent(rate) {
+  const value = 100 * rate;
+  return `${value > 0 && value < 9.95 ? value.toFixed(1) : Math.round(value)}%`;
+}
+
+function lengthClass(name) {
+  const [bound, size] = name.split("_");
+  return `${bound === "gt" ? ">" : "\u2264"} ${size.toUpperCase()}`;
+}
+
+function lambdaClass(name) {
+  if (name in CLASS_NAMES) return CLASS_NAMES[name];
+  const [, low, high] = name.split("_");
+  return `MAG ${low}\u2013${high}`;
+}
+
+async function call(method, path, headers = {}, body = undefined) {
+  const all = {...headers};
+  if (token) all.Authorization = `Bearer ${token}`;
+  const answer = await fetch(path, {method, headers: all, body, cache: "no-store"});
+  const data = await answer.json();
+  if (!answer.ok) {
+    const error = new Error(data.detail || answer.statusText);
+    error.status = answer.status;
+    throw error;
+  }
+  return data;
+}
+
+function showThreshold(status) {
+  const desired = status.desired;
+  const live = status.front_ends.filter((f) => f.alive);
+  if (desired === null) {
+    generation = null;
+    for (const id of ["threshold", "lambda", "generation", "min-context", "updated"]) text(id, "-");
+    text("converged", "unknown", "warn");
+    return;
+  }
+  generation = desired.generation;
+  const given = desired.threshold;
+  const units = {mag: "MAG", lambda: "lambda", scale: "scale"};
+  let name = "dense";
+  if (given !== null) name = `${units[given.unit]} ${number(given.value)}`;
+  else if (generation === 0) name = "never set";
+  text("threshold", name);
+  text("lambda", given !== null && given.unit === "scale" ? "by length" : number(desired.lambda));
+  text("generation", String(generation));
+  const followers = live.filter((f) => f.generation_read === generation).length;
+  const follow = live.length ? `${followers} of ${live.length} front ends` : "no front end";
+  text("converged", follow, desired.converged ? "good" : "warn");
+  text("min-context", desired.min_context === null ? "engine's setting"
+    : `${desired.min_context} tokens`);
+  const when = desired.updated_at ? new Date(desired.updated_at).toLocaleString() : "-";
+  text("updated", desired.updated_by ? `${when} by ${desired.updated_by}` : when);
+}
+
+function showFrontEnds(frontEnds) {
+  $("front-ends").tBodies[0].replaceChildren(...frontEnds.map((f) => row([
+    [f.name],
+    [f.alive ? "live" : "gone", "state"],
+    [f.generation_read],
+    [f.generation_stamped],
+    [age(f.age_s)],
+  ], f.alive ? "" : "dead")));
+  $("front-ends").hidden = frontEnds.length === 0;
+  $("no-front-ends").hidden = frontEnds.length > 0;
+}
+
+function heatCell(visited, skipped, label) {
+  const td = document.createElement("td");
+  if (!visited) {
+    td.className = "none";
+    td.textContent = "-";
+    td.title = `${label}: no tile visited`;
+    return td;
+  }
+  const rate = skipped / visited;
+  td.textContent = percent(rate);
+  td.title = `${label}: ${skipped} of ${visited} tiles skipped`;
+  td.dataset.rate = rate.toFixed(4);
+  td.style.background = `color-mix(in srgb, rgb(var(--hot)) ${(100 * rate).toFixed(1)}%, rgb(var(--cold)))`;
+  td.style.color = rate > 0.63 ? "var(--card)" : "var(--ink)";
+  return td;
+}
+
+function showTiles(tiles) {
+  const sum = (key) => tiles.layers.reduce((n, l) => n + l[key].reduce((a, b) => a + b, 0), 0);
+  const visited = sum("visited");
+  $("heat").hidden = $("legend").hidden = $("heat-total").hidden = visited === 0;
+  $("no-tiles").hidden = visited > 0;
+  if (!visited) return;
+  text("heat-total", `${percent(sum("skipped") / visited)} of ${visited.toLocaleString()} tiles `
+    + "skipped since the engine started.", "quiet");
+  const head = document.createElement("thead");
+  const top = head.insertRow();
+  for (const name of ["layer", ...tiles.kv_heads.map((h) => `head ${h}`)]) {
+    const th = document.createElement("th");
+    th.scope = "col";
+    th.textContent = name;
+    top.append(th);
+  }
+  const body = document.createElement("tbody");
+  for (const layer of tiles.layers) {
+    const tr = body.insertRow();
+    const th = document.createElement("th");
+    th.scope = "row";
+    th.textContent = layer.layer;
+    tr.append(th, ...tiles.kv_heads.map((h, i) =>
+      heatCell(layer.visited[i], layer.skipped[i], `layer ${layer.layer}, kv head ${h}`)));
+  }
+  $("heat").replaceChildren(head, body);
+}
+
+function showClasses(classes) {
+  const answered = classes.filter((c) => c.ttft.count > 0);
+  $("ttft").tBodies[0].replaceChildren(...answered.map((c) => row([
+    [lengthClass(c.prompt_length_class)],
+    [lambdaClass(c.lambda_class)],
+    [c.ttft.count],
+    [seconds(c.ttft.mean_s)],
+    [seconds(c.ttft.p50_s)],
+    [seconds(c.ttft.p95_s)],
+  ])));
+  $("ttft").hidden = answered.length === 0;
+  $("no-ttft").hidden = answered.length > 0;
+}
+
+function showError(message) {
+  $("error").textContent = message;
+  $("error").hidden = !message;
+}
+
+function show(status) {
+  const models = new Set([...status.front_ends, ...status.ranks].map((x) => x.model_name));
+  text("models", [...models].filter(Boolean).join(", "));
+  showThreshold(status);
+  showFrontEnds(status.front_ends);
+  showTiles(status.tiles);
+  showClasses(status.classes);
+  text("refused", status.requests_rejected ? `${status.requests_rejected} requests refused` : "");
+  showError(status.error ? `${status.error}. Setting a threshold repairs it.` : "");
+}
+
+async function refresh() {
+  try {
+    show(await call("GET", "/v1/blasst/status"));
+    lastGood = Date.now();
+    $("token-box").hidden = true;
+  } catch (error) {
+    if (error.status === 401) {
+      $("token-box").hidden = false;
+      showError(token ? "This token is not accepted." : "");
+    } else {
+      showError(`The sidecar does not answer: ${error.message}`);
+    }
+  }
+  const late = Date.now() - lastGood > LATE_MS;
+  const when = lastGood ? `updated ${new Date(lastGood).toLocaleTimeString()}` : "";
+  text("freshness", when, lastGood && late ? "late" : "");
+}
+
+async function submit(event) {
+  event.preventDefault();
+  const unit = $("unit").value;
+  const given = $("value").value.trim();
+  const value = Number(given);
+  if (unit !== "off" && (given === "" || !Number.isFinite(value))) {
+    text("set-result", "Give a number.", "bad");
+    return;
+  }
+  $("set").disabled = true;
+  try {
+    const ifMatch = generation === null ? "*" : `"${generation}"`;
+    const headers = {"Content-Type": "application/json", "If-Match": ifMatch};
+    const body = JSON.stringify(unit === "off" ? {off: true} : {[unit]: value});
+    const state = await call("PUT", "/v1/blasst/threshold", headers, body);
+    text("set-result", `Set, generation ${state.generation}.`, "good");
+  } catch (error) {
+    text("set-result", error.message, "bad");
+  } finally {
+    $("set").disabled = false;
+  }
+  await refresh();
+}
+
+function changeUnit() {
+  const unit = $("unit").value;
+  $("hint").textContent = HINTS[unit];
+  $("value").disabled = unit === "off";
+  $("value").placeholder = {mag: "2500", lambda: "0.05", scale: "500", off: ""}[unit];
+}
+
+async function loop() {
+  if (!document.hidden) await refresh();
+  setTimeout(loop, REFRESH_MS);
+}
+
+$("unit").addEventListener("change", changeUnit);
+$("set-form").addEventListener("submit", submit);
+$("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token = $("token").value.trim();
+  $("token").value = "";
+  refresh();
+});
+changeUnit();
+loop();

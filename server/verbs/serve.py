@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blasst.kernels.threshold import ThresholdError
+from blasst.kernels.threshold import SkipThreshold, ThresholdError
 from blasst.server.settings import Settings, SettingsError, default_state_dir
 from blasst.server.verbs import vllm_options
 from blasst.server.verbs.common import (
@@ -19,11 +19,15 @@ from blasst.server.verbs.common import (
     fail,
     threshold_of,
 )
+from blasst.server.verbs.vllm_options import VllmOptions
 
 if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar
 
 ACCEPTS_UNKNOWN = True
+Child = tuple[list[str], dict[str, str], float]
+"""What a Supervisor needs: command, environment, seconds to stop in."""
+
 _EPILOG = """MODEL and every option that is not listed here go to `vllm serve` as they are.
 
 examples:
@@ -80,39 +84,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        threshold = threshold_of(args)
+        vllm = vllm_options.parse(args.extra)
+        command = [*_vllm_command(args.vllm_command), "serve", *vllm.arguments]
+        settings = _settings(args, vllm.port)
+        child: Child = (command, _environment(args, settings), args.stop_timeout)
+    except (ThresholdError, SettingsError) as e:
+        return fail(e, 2)
+    return _serve(settings, threshold, vllm, child)
+
+
+def _serve(
+    settings: Settings, threshold: SkipThreshold | None, vllm: VllmOptions, child: Child
+) -> int:
     from blasst.server.control import Wish
     from blasst.server.problems import Problem
     from blasst.server.sidecar import Sidecar
 
-    sidecar: Sidecar | None = None
+    sidecar = Sidecar(settings)
     try:
-        threshold = threshold_of(args)
-        vllm = vllm_options.parse(args.extra)
-        command = _vllm_command(args.vllm_command)
-        env = _environment(args)
-        sidecar = Sidecar(_settings(args, vllm.port))
         sidecar.prepare(dead_pages_older_than_s=0)
         vllm_options.check_port_free(vllm)
         if threshold is not None:
             sidecar.control.set(Wish(threshold, reason="blasst serve", by="blasst serve"), "*")
-        env["VLLM_BLASST_STATE_DIR"] = str(sidecar.settings.state_dir.resolve())
-        return _supervise(sidecar, [*command, "serve", *vllm.arguments], env, args.stop_timeout)
-    except (ThresholdError, SettingsError, Problem) as e:
+        return _supervise(sidecar, child)
+    except (SettingsError, Problem) as e:
         return fail(e, 2)
     finally:
-        if sidecar is not None:
-            sidecar.stop()
+        sidecar.stop()
 
 
-def _supervise(
-    sidecar: Sidecar, command: list[str], env: dict[str, str], stop_timeout_s: float
-) -> int:
+def _supervise(sidecar: Sidecar, start: Child) -> int:
     from blasst.server.supervisor import Supervisor
 
     try:
-        child = Supervisor(command, env, stop_timeout_s)
+        child = Supervisor(*start)
     except OSError as e:
-        return fail(f"{command[0]} cannot be started: {e.strerror}", 2)
+        return fail(f"{start[0][0]} cannot be started: {e.strerror}", 2)
     try:
         sidecar.start()
         print(f"blasst serve: sidecar {sidecar.url} state {sidecar.settings.state_dir}", flush=True)
@@ -144,7 +153,7 @@ def _vllm_command(given: str) -> list[str]:
     return command
 
 
-def _environment(args: argparse.Namespace) -> dict[str, str]:
+def _environment(args: argparse.Namespace, settings: Settings) -> dict[str, str]:
     """The environment of vLLM: ours, plus the settings of the plugin that were given."""
     env = dict(os.environ)
     plugins = env.get("VLLM_PLUGINS")
@@ -155,6 +164,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
     if args.min_context is not None and args.min_context < 0:
         raise SettingsError(f"--min-context {args.min_context} must be at least 0 prompt tokens")
     given = {
+        "VLLM_BLASST_STATE_DIR": settings.state_dir.resolve(),
         "VLLM_BLASST_MIN_CONTEXT": args.min_context,
         "VLLM_BLASST_STRICT": 1 if args.strict else None,
         "VLLM_BLASST_SHARE_PREFIX_CACHE": 1 if args.share_prefix_cache else None,

@@ -7,9 +7,13 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from blasst.server.settings import Settings, SettingsError, default_state_dir
 from blasst.server.verbs.common import add_sidecar_options, fail
+
+if TYPE_CHECKING:
+    from blasst.server.sidecar import Sidecar
 
 _DAY_S = 86_400.0
 _VLLM_PORT = 8000
@@ -34,8 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from blasst.server.sidecar import Sidecar
-
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -44,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     sidecar: Sidecar | None = None
     try:
         settings = Settings(args.state_dir, args.host, args.port, args.token_file)
+        from blasst.server.sidecar import Sidecar
+
         sidecar = Sidecar(settings)
         sidecar.prepare(dead_pages_older_than_s=_DAY_S)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,6 +24,8 @@ MAY_IMPORT = {
 
 NEEDS_VLLM = {
     # Modules that subclass vLLM's classes; vLLM itself loads them.
+    "blasst.plugin.backend",
+    "blasst.plugin.client_error",
     "blasst.plugin.cpu_backend",
     "blasst.plugin.cuda_backend",
     "blasst.plugin.stat_logger",

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from blasst.kernels.exchange.layout import (
@@ -135,3 +141,74 @@ def fake_engine(tmp_path: Path) -> Iterator[Callable[..., FakeEngine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+class Process:
+    """A `blasst` verb as a real process; its output goes to files, so nothing ever blocks."""
+
+    def __init__(self, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.out, self.err = folder / "stdout", folder / "stderr"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.popen = subprocess.Popen(
+                [Path(sys.executable).with_name("blasst"), *arguments],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **(env or {})},
+            )
+
+    def url(self) -> str:
+        """The sidecar's address, once it is printed."""
+        match = self.output(r"sidecar:? (http://\S+) ")
+        return match[1]
+
+    def output(self, pattern: str, timeout_s: float = 30.0) -> re.Match[str]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            match = re.search(pattern, self.out.read_text())
+            if match:
+                return match
+            ended = self.popen.poll() is not None
+            assert not ended, f"ended with {self.popen.returncode}: {self.err.read_text()}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.out.read_text()!r}"
+            time.sleep(0.02)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        return self.popen.wait(timeout_s)
+
+    def error(self) -> str:
+        """The one line that a refused start prints."""
+        text = self.err.read_text()
+        assert text.startswith("blasst: error: "), text
+        assert text.count("\n") == 1, text
+        return text
+
+
+@pytest.fixture
+def blasst(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Start verbs; whatever still runs at the end is killed."""
+    processes: list[Process] = []
+
+    def start(*arguments: object, env: dict[str, str] | None = None) -> Process:
+        folder = tmp_path / f"process-{len(processes)}"
+        folder.mkdir()
+        processes.append(Process(folder, *map(str, arguments), env=env))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.popen.kill()
+        process.popen.wait()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str], httpx.Client]]:
+    """HTTP clients of an address; closed at the end."""
+    clients: list[httpx.Client] = []
+
+    def client(url: str) -> httpx.Client:
+        clients.append(httpx.Client(base_url=url, trust_env=False, timeout=30.0))
+        return clients[-1]
+
+    yield client
+    for one in clients:
+        one.close()

@@ -1,0 +1,203 @@
+"""The desired-state file: durable, checked, never half read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from blasst.kernels.exchange import desired
+from blasst.kernels.exchange.desired import (
+    DENSE,
+    FILE_NAME,
+    PREVIOUS_NAME,
+    DesiredReader,
+    DesiredState,
+    DesiredStateError,
+    parse_desired,
+    read_desired,
+    write_desired,
+)
+from blasst.kernels.threshold import SkipThreshold
+
+STATE = DesiredState(
+    generation=7,
+    threshold=SkipThreshold("mag", 2500),
+    min_context=4096,
+    updated_at="2026-11-30T00:00:00Z",
+    updated_by="sidecar",
+    reason='a "quoted" reason, also in other letters: \u00e4\u4e2d',
+)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        STATE,
+        DENSE,
+        DesiredState(1, None),
+        DesiredState(2, SkipThreshold("lambda", 0.1)),
+        DesiredState(3, SkipThreshold("scale", 1 / 3)),
+    ],
+)
+def test_round_trip(tmp_path: Path, state: DesiredState) -> None:
+    write_desired(tmp_path, state)
+    assert read_desired(tmp_path / FILE_NAME) == state
+    assert sorted(os.listdir(tmp_path)) == [FILE_NAME]
+
+
+def test_the_previous_file_stays_beside(tmp_path: Path) -> None:
+    for generation in (1, 2, 3):
+        write_desired(tmp_path, DesiredState(generation, None))
+    assert read_desired(tmp_path / PREVIOUS_NAME).generation == 2
+    assert sorted(os.listdir(tmp_path)) == sorted([FILE_NAME, PREVIOUS_NAME])
+
+
+def _encoded(tmp_path: Path) -> bytes:
+    write_desired(tmp_path, STATE)
+    return (tmp_path / FILE_NAME).read_bytes()
+
+
+def test_a_changed_byte_is_refused_or_harmless(tmp_path: Path) -> None:
+    data = _encoded(tmp_path)
+    refused = 0
+    for position in range(len(data)):
+        for flip in (0x01, 0x20, 0x80, 0xFF):
+            damaged = bytearray(data)
+            damaged[position] ^= flip
+            try:
+                assert parse_desired(bytes(damaged)) == STATE
+            except DesiredStateError:
+                refused += 1
+    assert refused > 3 * len(data)
+
+
+def test_every_truncation_is_refused_or_harmless(tmp_path: Path) -> None:
+    data = _encoded(tmp_path)
+    for size in range(len(data) - 2):
+        with pytest.raises(DesiredStateError):
+            parse_desired(data[:size])
+    assert parse_desired(data.rstrip()) == STATE
+
+
+def _signed(**changes: object) -> bytes:
+    body = json.loads(json.dumps(desired._body(STATE)))
+    body.update(changes)
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    checksum = "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps({**body, "checksum": checksum}).encode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": 2}, "schema_version 2, this release reads 1"),
+        ({"schema_version": None}, "schema_version None"),
+        ({"generation": -1}, "generation"),
+        ({"generation": 1.5}, "not a whole number"),
+        ({"generation": "7"}, "not a whole number"),
+        ({"threshold": {"unit": "mag", "value": -5}}, "outside 0 < MAG"),
+        ({"threshold": {"unit": "volts", "value": 5}}, "unknown"),
+        ({"threshold": {"unit": "mag"}}, "lacks a field"),
+        ({"threshold": 5}, "wrong type"),
+        ({"min_context": -1}, "min_context"),
+        ({"min_context": 1 << 40}, "min_context"),
+    ],
+)
+def test_well_signed_nonsense_is_refused(changes: dict[str, object], message: str) -> None:
+    assert parse_desired(_signed()) == STATE
+    with pytest.raises(DesiredStateError, match=message):
+        parse_desired(_signed(**changes))
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 60_000, b" " * 70_000])
+def test_other_content_is_refused(data: bytes) -> None:
+    with pytest.raises(DesiredStateError):
+        parse_desired(data)
+
+
+def test_a_missing_folder_or_full_disk_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        write_desired(tmp_path / "absent", STATE)
+    write_desired(tmp_path, STATE)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_desired(tmp_path, DesiredState(8, None))
+    assert read_desired(tmp_path / FILE_NAME) == STATE
+    assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
+def test_a_read_only_folder_raises(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError):
+            write_desired(tmp_path, STATE)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_failed_link_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_desired(tmp_path, STATE)
+
+    def refused(source: str, target: str) -> None:
+        raise PermissionError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(PermissionError):
+        write_desired(tmp_path, DesiredState(8, None))
+    assert read_desired(tmp_path / FILE_NAME) == STATE
+    assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+def test_reader_follows_and_keeps_the_last_good(tmp_path: Path) -> None:
+    reader = DesiredReader(tmp_path)
+    assert reader.current() == DENSE
+    assert reader.errors == 0
+    write_desired(tmp_path, STATE)
+    assert reader.current() == STATE
+    (tmp_path / FILE_NAME).write_bytes(b"{")
+    assert reader.current() == STATE
+    assert reader.current() == STATE
+    assert reader.errors == 1
+    assert "not JSON" in reader.last_error
+    newer = DesiredState(8, None)
+    write_desired(tmp_path, newer)
+    assert reader.current() == newer
+    assert reader.last_error == ""
+    os.unlink(tmp_path / FILE_NAME)
+    assert reader.current() == newer
+    assert reader.errors == 2
+    assert "is gone" in reader.last_error
+
+
+def test_reader_parses_only_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_desired(tmp_path, STATE)
+    calls = []
+    real = desired.read_desired
+    monkeypatch.setattr(desired, "read_desired", lambda path: calls.append(path) or real(path))
+    reader = DesiredReader(tmp_path)
+    for _ in range(50):
+        assert reader.current() == STATE
+    assert len(calls) == 1
+
+
+def test_reader_survives_an_unreadable_path(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    reader = DesiredReader(tmp_path)
+    assert reader.current() == DENSE
+    assert reader.errors == 1
+
+
+@pytest.mark.parametrize(("generation", "min_context"), [(-1, None), (True, None), (1, -1)])
+def test_bad_states(generation: int, min_context: int | None) -> None:
+    with pytest.raises(ValueError, match="generation|min_context"):
+        DesiredState(generation, None, min_context)

@@ -1,0 +1,173 @@
+"""Statistics pages: consistent under a writer that never stops, honest about a dead one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blasst.kernels.exchange.stats import (
+    Field,
+    StatsError,
+    StatsWriter,
+    iter_stats,
+    read_stats,
+    remove_dead,
+)
+
+FIELDS = (Field("tiles", (2, 3, 2)), Field("seconds", (4,), "d"), Field("one", (1,)))
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[StatsWriter]:
+    writer = StatsWriter(tmp_path, "a", kind="rank", labels={"rank": "0"}, fields=FIELDS)
+    yield writer
+    writer.close()
+
+
+def test_round_trip(writer: StatsWriter) -> None:
+    before = time.time()
+    writer.update(tiles=range(12), seconds=[0.5, -1.0, 1e300, 0.0], one=2**62)
+    page = read_stats(writer.path)
+    assert (page.name, page.kind, page.labels, page.fields) == (
+        "a.stats",
+        "rank",
+        {"rank": "0"},
+        FIELDS,
+    )
+    assert list(page.arrays["tiles"]) == list(range(12))
+    assert list(page.arrays["seconds"]) == [0.5, -1.0, 1e300, 0.0]
+    assert page.scalar("one") == 2**62
+    assert page.shape("tiles") == (2, 3, 2)
+    assert page.alive
+    assert before <= page.updated_at <= time.time()
+
+
+def test_a_partial_update_keeps_the_rest(writer: StatsWriter) -> None:
+    writer.update(tiles=range(12))
+    writer.update(one=5)
+    page = read_stats(writer.path)
+    assert list(page.arrays["tiles"]) == list(range(12))
+    assert page.scalar("one") == 5
+
+
+def test_raw_bytes_are_taken(writer: StatsWriter) -> None:
+    writer.update(seconds=memoryview(b"\0" * 32), one=(3).to_bytes(8, sys.byteorder))
+    assert read_stats(writer.path).scalar("one") == 3
+
+
+@pytest.mark.parametrize("update", [{"tiles": range(11)}, {"one": [1, 2]}, {"seconds": b"1234"}])
+def test_a_wrong_size_changes_nothing(writer: StatsWriter, update: dict[str, object]) -> None:
+    writer.update(one=1)
+    with pytest.raises(ValueError, match="elements"):
+        writer.update(**update)  # type: ignore[arg-type]
+    assert read_stats(writer.path).scalar("one") == 1
+
+
+def test_close_removes_the_file(writer: StatsWriter) -> None:
+    writer.close()
+    writer.close()
+    assert not writer.path.exists()
+    with pytest.raises(FileNotFoundError):
+        read_stats(writer.path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: b"", "0 bytes"),
+        (lambda d: d[:20], "20 bytes"),
+        (lambda d: b"OTHERFMT" + d[8:], "another layout"),
+        (lambda d: d[:-10], "unreadable header"),
+        (lambda d: d[:8] + (5).to_bytes(4, "little") + d[12:], "unreadable header"),
+        (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 9], "q"'), "does not fit"),
+        (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 2], "z"'), "does not fit"),
+        (lambda d: d[:16] + (3).to_bytes(8, "little") + d[24:], "its writer died"),
+    ],
+)
+def test_damaged_files_are_named(
+    writer: StatsWriter, damage: object, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "b.stats"
+    path.write_bytes(damage(writer.path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(StatsError, match=message):
+        read_stats(path)
+    assert [page.name for page in iter_stats(tmp_path)] == ["a.stats"]
+
+
+def test_iteration_by_kind(writer: StatsWriter, tmp_path: Path) -> None:
+    front = StatsWriter(tmp_path, "b", kind="front", labels={}, fields=FIELDS)
+    assert [p.name for p in iter_stats(tmp_path)] == ["a.stats", "b.stats"]
+    assert [p.name for p in iter_stats(tmp_path, "front")] == ["b.stats"]
+    assert list(iter_stats(tmp_path / "absent")) == []
+    front.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from blasst.kernels.exchange.stats import Field, StatsWriter
+w = StatsWriter(Path(sys.argv[1]), "w", kind="rank", labels={}, fields=[Field("x", (4096,))])
+print("ready", flush=True)
+i = 0
+while True:
+    i += 1
+    w.update(x=i.to_bytes(8, sys.byteorder) * 4096)
+"""
+
+
+@pytest.fixture
+def busy_writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    yield child
+    child.kill()
+    child.wait()
+    child.stdout.close()
+
+
+def test_a_page_is_never_torn(busy_writer: subprocess.Popen[str], tmp_path: Path) -> None:
+    read, seen, last = 0, set(), 0.0
+    deadline = time.monotonic() + 20
+    while (read < 300 or len(seen) < 10) and time.monotonic() < deadline:
+        try:
+            page = read_stats(tmp_path / "w.stats")
+        except StatsError:
+            continue
+        read += 1
+        values = set(page.arrays["x"])
+        assert len(values) == 1
+        (value,) = values
+        assert value >= last
+        last = value
+        seen.add(value)
+    assert read >= 20
+    assert len(seen) >= 10
+
+
+def test_a_dead_writer_is_seen(busy_writer: subprocess.Popen[str], tmp_path: Path) -> None:
+    for _ in range(50):
+        try:
+            assert read_stats(tmp_path / "w.stats").alive
+            break
+        except StatsError:
+            continue
+    assert remove_dead(tmp_path, 0.0) == []
+    busy_writer.send_signal(signal.SIGKILL)
+    busy_writer.wait()
+    try:
+        assert not read_stats(tmp_path / "w.stats").alive
+    except StatsError as e:
+        assert "its writer died" in str(e)
+    else:
+        assert remove_dead(tmp_path, 3600.0) == []
+        assert remove_dead(tmp_path, 0.0) == ["w.stats"]
+        assert os.listdir(tmp_path) == []

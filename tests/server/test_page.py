@@ -1,0 +1,274 @@
+"""The status page in a real browser, over a sidecar whose statistics pages are written by hand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import pytest
+
+from blasst.kernels.exchange.desired import FILE_NAME
+from blasst.server.settings import Settings
+from blasst.server.sidecar import Sidecar
+
+pytestmark = pytest.mark.browser
+
+TOKEN = "0123456789abcdef" * 2
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("no Chromium here: install the packages chromium and chromium-driver")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    # The driver answers on loopback: a proxy of the environment must not stand between.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("no_proxy", "localhost,127.0.0.1")
+        patch.setenv("NO_PROXY", "localhost,127.0.0.1")
+        started = webdriver.Chrome(options=options, service=Service(driver))
+        yield started
+        started.quit()
+
+
+@pytest.fixture
+def sidecar(tmp_path, request):
+    token_file = None
+    if getattr(request, "param", None):
+        token_file = tmp_path / "token"
+        token_file.write_text(request.param)
+    sidecar = Sidecar(Settings(tmp_path, port=0, token_file=token_file))
+    sidecar.prepare(dead_pages_older_than_s=1e9)
+    sidecar.start()
+    yield sidecar
+    sidecar.stop()
+
+
+class Page:
+    def __init__(self, browser, url):
+        self.browser = browser
+        browser.get_log("browser")
+        browser.get(url)
+
+    def find(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def text(self, selector):
+        (element,) = self.find(selector)
+        return element.text
+
+    def until(self, selector, wanted, timeout_s=15.0):
+        """Wait until the text of one element contains this."""
+        deadline = time.monotonic() + timeout_s
+        while wanted not in (shown := self.text(selector)):
+            assert time.monotonic() < deadline, f"{selector} shows {shown!r}, not {wanted!r}"
+            time.sleep(0.05)
+
+    def set(self, unit, value=""):
+        (select,) = self.find(f"#unit option[value={unit}]")
+        select.click()
+        (field,) = self.find("#value")
+        if unit != "off":
+            field.clear()
+            field.send_keys(value)
+        self.find("#set")[0].click()
+
+    def script_errors(self):
+        """What the console says, but for refused requests, which tests cause on purpose."""
+        return [
+            line["message"]
+            for line in self.browser.get_log("browser")
+            if "the server responded with a status of" not in line["message"]
+        ]
+
+
+@pytest.fixture
+def page(browser, sidecar):
+    page = Page(browser, sidecar.url)
+    yield page
+    assert page.script_errors() == []
+
+
+def test_an_empty_state_says_so(page):
+    page.until("#threshold", "never set")
+    assert page.text("#converged") == "no front end"
+    for selector in ("#no-front-ends", "#no-tiles", "#no-ttft"):
+        assert page.find(selector)[0].is_displayed()
+    for selector in ("#heat", "#legend", "#ttft", "#front-ends", "#error", "#token-box"):
+        assert not page.find(selector)[0].is_displayed()
+
+
+def test_the_heat_map_has_a_coloured_cell_for_each_layer_and_head(page, fake_engine):
+    engine = fake_engine()
+    engine.rank(0)
+    engine.rank(1)
+    page.until("#heat-title", "Skip rate")
+    page.until("#heat-total", "20% of 1,200 tiles skipped")
+    rows = page.find("#heat tbody tr")
+    assert [row.text.split() for row in rows] == [
+        ["0", "10%", "10%", "10%", "10%"],
+        ["1", "20%", "20%", "20%", "20%"],
+        ["2", "30%", "30%", "30%", "30%"],
+    ]
+    headers = [th.text for th in page.find("#heat thead th")]
+    assert headers == ["layer", "head 0", "head 1", "head 2", "head 3"]
+    colours = [
+        row.find_elements("css selector", "td")[0].value_of_css_property("background-color")
+        for row in rows
+    ]
+    assert len(set(colours)) == 3
+
+
+def test_the_form_sets_the_threshold_and_convergence_follows(page, fake_engine, sidecar):
+    engine = fake_engine()
+    engine.front(42)
+    page.until("#front-ends tbody", "front-42")
+    page.set("mag", "2500")
+    page.until("#set-result", "Set, generation 1.")
+    page.until("#threshold", "MAG 2500")
+    assert page.text("#lambda") == "0.176777"
+    assert page.text("#generation") == "1"
+    assert page.text("#converged") == "0 of 1 front ends"
+    assert sidecar.control.read().threshold.value == 2500
+    engine.acknowledge(1)
+    page.until("#converged", "1 of 1 front ends")
+    page.set("scale", "500")
+    page.until("#threshold", "scale 500")
+    assert page.text("#lambda") == "by length"
+    page.set("off")
+    page.until("#threshold", "dense")
+    assert sidecar.control.read().threshold is None
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "message"),
+    [
+        ("mag", "", "Give a number."),
+        ("mag", "high", "Give a number."),
+        ("mag", "-5", "MAG -5 is outside"),
+        ("mag", "1e9", "outside"),
+        ("lambda", "1.5", "lambda 1.5 is outside 0 <= lambda < 1"),
+        ("scale", "-1", "negative"),
+    ],
+)
+def test_a_bad_value_is_explained_and_changes_nothing(page, sidecar, unit, value, message):
+    page.until("#threshold", "never set")
+    page.set(unit, value)
+    page.until("#set-result", message)
+    assert "bad" in page.find("#set-result")[0].get_attribute("class")
+    assert sidecar.control.read().generation == 0
+
+
+def test_a_change_by_somebody_else_is_not_overwritten_unseen(page, sidecar):
+    from blasst.kernels.threshold import SkipThreshold
+    from blasst.server.control import Wish
+
+    page.until("#threshold", "never set")
+    page.browser.execute_script("refresh = async () => {};")
+    sidecar.control.set(Wish(SkipThreshold("mag", 7000)), "*")
+    page.set("mag", "2500")
+    page.until("#set-result", "somebody changed it")
+    assert sidecar.control.read().threshold.value == 7000
+
+
+def test_a_dead_front_end_is_shown_as_gone(page, fake_engine):
+    engine = fake_engine()
+    name = engine.front(41)
+    engine.front(42)
+    page.until("#front-ends tbody", "front-42")
+    assert "gone" not in page.text("#front-ends")
+    engine.kill(name)
+    page.until("#front-ends", "gone")
+    (dead,) = page.find("#front-ends tr.dead")
+    assert dead.text.startswith("front-41 gone")
+    assert page.text("#converged") == "1 of 1 front ends"
+
+
+def test_ttft_of_each_class(page, fake_engine):
+    engine = fake_engine()
+    engine.front(42)
+    engine.requests(None, 3000, [1.5, 1.5])
+    engine.requests(0.05, 3000, [0.25, 0.25, 0.25])
+    page.until("#ttft tbody", "MAG")
+    rows = [
+        [td.text for td in row.find_elements("css selector", "td")]
+        for row in page.find("#ttft tbody tr")
+    ]
+    assert [row[:4] for row in rows] == [
+        ["\u2264 4K", "dense", "2", "1.50 s"],
+        ["\u2264 4K", "MAG 2500\u20134499", "3", "250 ms"],
+    ]
+
+
+def test_a_corrupt_file_is_told_and_repaired_from_the_page(page, sidecar):
+    page.set("mag", "2500")
+    page.until("#threshold", "MAG 2500")
+    (sidecar.settings.state_dir / FILE_NAME).write_text("{")
+    page.until("#error", "is not JSON")
+    page.set("mag", "3000")
+    page.until("#threshold", "MAG 3000")
+    page.until("#generation", "2")
+    assert not page.find("#error")[0].is_displayed()
+
+
+@pytest.mark.parametrize("sidecar", [TOKEN], indirect=True)
+def test_the_token_is_asked_for_and_used(page):
+    page.until("#token-box", "Token")
+    (field,) = page.find("#token")
+    field.send_keys("wrong-but-long-enough" + "\n")
+    page.until("#error", "not accepted")
+    field.send_keys(TOKEN + "\n")
+    page.until("#threshold", "never set")
+    assert not page.find("#token-box")[0].is_displayed()
+    page.set("mag", "2500")
+    page.until("#set-result", "Set, generation 1.")
+    stored = "return [document.cookie, localStorage.length, sessionStorage.length]"
+    assert page.browser.execute_script(stored) == ["", 0, 0]
+
+
+def test_a_sidecar_that_went_away_is_an_error(browser, sidecar):
+    page = Page(browser, sidecar.url)
+    page.until("#threshold", "never set")
+    sidecar.stop()
+    page.until("#error", "does not answer")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_overflows_and_text_is_readable(page, fake_engine, width, scheme):
+    engine = fake_engine(model="organisation/a-model-with-a-rather-long-name-128k-instruct")
+    engine.rank(0)
+    engine.front(42)
+    for skip_lambda in (None, 0.05, 1e-5):
+        engine.requests(skip_lambda, 100_000, [12.5] * 1000)
+    command = page.browser.execute_cdp_cmd
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    command("Emulation.setDeviceMetricsOverride", size)
+    preference = [{"name": "prefers-color-scheme", "value": scheme}]
+    command("Emulation.setEmulatedMedia", {"features": preference})
+    page.until("#ttft tbody", "MAG")
+    if folder := os.environ.get("BLASST_SCREENSHOTS"):
+        page.browser.save_screenshot(f"{folder}/page-{scheme}-{width}.png")
+    root = "document.documentElement"
+    wide = page.browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth")
+    assert wide <= 0
+    for selector in ("#ttft", "#front-ends", "#heat"):
+        (table,) = page.find(selector)
+        beyond = "return arguments[0].parentNode.scrollWidth - arguments[0].parentNode.clientWidth"
+        assert page.browser.execute_script(beyond, table) <= 0, selector
+    ink = page.browser.execute_script("return getComputedStyle(document.body).color")
+    assert ink == {"light": "rgb(27, 35, 48)", "dark": "rgb(230, 234, 241)"}[scheme]
+    command("Emulation.clearDeviceMetricsOverride", {})

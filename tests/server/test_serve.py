@@ -1,0 +1,299 @@
+"""`blasst serve` around a fake vLLM: what it starts, refuses, forwards, and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from blasst.kernels.exchange.desired import FILE_NAME, read_desired
+from blasst.server.settings import default_state_dir
+from blasst.server.verbs import vllm_options
+
+FAKE_VLLM = """
+    import json, os, signal, subprocess, sys, time
+    mode = os.environ["FAKE_MODE"]
+    if mode == "stubborn":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    worker = subprocess.Popen([sys.executable, "-c", code])
+    record = {"argv": sys.argv[1:], "pid": os.getpid(), "worker": worker.pid}
+    record["env"] = dict(os.environ)
+    path = os.environ["FAKE_RECORD"]
+    with open(path + ".part", "w") as f:
+        json.dump(record, f)
+    os.replace(path + ".part", path)
+    if mode == "dies":
+        sys.exit(7)
+    if mode == "segfaults":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    def leave(number, frame):
+        if mode == "clean":
+            worker.kill()
+        print("got", signal.Signals(number).name, flush=True)
+        sys.exit(0)
+    if mode != "stubborn":
+        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGTERM, leave)
+    while True:
+        time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return s.getsockname()[1]
+
+
+class Served:
+    def __init__(self, process, record):
+        self.process = process
+        self._record = record
+
+    @property
+    def popen(self):
+        return self.process.popen
+
+    def record(self):
+        deadline = time.monotonic() + 20
+        while not self._record.exists():
+            assert self.popen.poll() is None, self.process.err.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return json.loads(self._record.read_text())
+
+    def assert_nothing_left(self):
+        record = json.loads(self._record.read_text())
+        for pid in (record["pid"], record["worker"]):
+            assert not alive(pid), pid
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def serve(blasst, tmp_path, model, port):
+    script = tmp_path / "fake_vllm.py"
+    script.write_text(textwrap.dedent(FAKE_VLLM))
+    record = tmp_path / "record.json"
+
+    def start(*arguments, mode="clean", model=model, state=tmp_path / "state", env=None):
+        process = blasst(
+            *("serve", model, "--port", port, "--sidecar-port", 0, "--state-dir", state),
+            *("--vllm-command", f"{sys.executable} {script}", *arguments),
+            env={"FAKE_MODE": mode, "FAKE_RECORD": str(record), **(env or {})},
+        )
+        return Served(process, record)
+
+    yield start
+    if record.exists():
+        left = json.loads(record.read_text())
+        for pid in (left["pid"], left["worker"]):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_arguments_environment_and_initial_threshold(serve, connect, tmp_path, model, port):
+    served = serve(
+        *("--mag", 2500, "--min-context", 1024, "--strict", "--share-prefix-cache"),
+        *("--impl", "reference", "--dtype", "float32", "-tp", "2", "--max-model-len=2048"),
+    )
+    record = served.record()
+    assert record["argv"] == [
+        *("serve", str(model), "--attention-backend", "blasst", "--port", str(port)),
+        *("--dtype", "float32", "-tp", "2", "--max-model-len=2048"),
+    ]
+    env = record["env"]
+    assert env["VLLM_BLASST_STATE_DIR"] == str(tmp_path / "state")
+    assert env["VLLM_BLASST_MIN_CONTEXT"] == "1024"
+    assert env["VLLM_BLASST_STRICT"] == env["VLLM_BLASST_SHARE_PREFIX_CACHE"] == "1"
+    assert env["VLLM_BLASST_IMPL"] == "reference"
+    assert env["PYTHONSAFEPATH"] == "1"
+    client = connect(served.process.url())
+    assert client.get("/v1/blasst/threshold").json()["mag"] == 2500
+    assert read_desired(tmp_path / "state" / FILE_NAME).updated_by == "blasst serve"
+    served.popen.send_signal(signal.SIGINT)
+    assert served.process.wait() == 0
+    assert "got SIGINT" in served.process.out.read_text()
+    served.assert_nothing_left()
+
+
+def test_settings_that_were_not_given_are_not_set(serve):
+    served = serve(env={"VLLM_BLASST_MIN_CONTEXT": "77"})
+    env = served.record()["env"]
+    assert env["VLLM_BLASST_MIN_CONTEXT"] == "77"
+    given = {name for name in env if name.startswith("VLLM_BLASST_")}
+    assert given == {"VLLM_BLASST_STATE_DIR", "VLLM_BLASST_MIN_CONTEXT"}
+
+
+def test_a_restart_with_the_same_threshold_is_no_new_generation(serve, tmp_path):
+    for _ in range(2):
+        served = serve("--skip-lambda", 0.1)
+        served.process.url()
+        served.popen.terminate()
+        assert served.process.wait() == 0
+        assert read_desired(tmp_path / "state" / FILE_NAME).generation == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number):
+    served = serve(mode="leaves_a_worker")
+    served.process.url()
+    began = time.monotonic()
+    served.popen.send_signal(number)
+    assert served.process.wait() == 0
+    assert time.monotonic() - began < 8
+    expected = "SIGTERM" if number == signal.SIGHUP else signal.Signals(number).name
+    assert f"got {expected}" in served.process.out.read_text()
+    served.assert_nothing_left()
+
+
+def test_a_vllm_that_ignores_signals_is_killed_in_time(serve):
+    served = serve("--stop-timeout", 1, mode="stubborn")
+    served.process.url()
+    began = time.monotonic()
+    served.popen.send_signal(signal.SIGINT)
+    assert served.process.wait() == 128 + signal.SIGKILL
+    assert 1 <= time.monotonic() - began < 8
+    served.assert_nothing_left()
+
+
+def test_a_second_signal_does_not_wait(serve):
+    served = serve("--stop-timeout", 600, mode="stubborn")
+    served.process.url()
+    served.popen.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert served.popen.poll() is None
+    served.popen.send_signal(signal.SIGINT)
+    assert served.process.wait(8) == 128 + signal.SIGKILL
+    served.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("mode", "code"), [("dies", 7), ("segfaults", 128 + signal.SIGSEGV)])
+def test_the_death_of_vllm_stops_all_and_passes_its_code_on(serve, mode, code):
+    served = serve(mode=mode)
+    assert served.process.wait() == code
+    assert f"exit code {code}" in served.process.error()
+    served.assert_nothing_left()
+
+
+def test_vllm_does_not_outlive_a_killed_supervisor(serve):
+    served = serve()
+    record = served.record()
+    served.process.url()
+    served.popen.kill()
+    deadline = time.monotonic() + 10
+    while alive(record["pid"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def refused(served, record):
+    assert served.process.wait() == 2
+    assert not record.exists(), "vLLM was started"
+    return served.process.error()
+
+
+def test_a_taken_vllm_port_is_found_before_the_slow_start(serve, tmp_path, port):
+    with socket.create_server(("127.0.0.1", port)):
+        message = refused(serve(), tmp_path / "record.json")
+    assert f":{port}: Address already in use" in message
+
+
+def test_a_taken_sidecar_port_too(serve, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        message = refused(serve("--sidecar-port", number), tmp_path / "record.json")
+    assert f"127.0.0.1:{number}: Address already in use" in message
+
+
+def test_one_port_for_both_is_refused(serve, tmp_path, port):
+    assert "in use" in refused(serve("--sidecar-port", port), tmp_path / "record.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mag", "-1"), "MAG -1 is outside"),
+        (("--mag", "nan"), "not finite"),
+        (("--mag", "much"), "is not a number"),
+        (("--mag", "1e9"), "outside"),
+        (("--skip-lambda", "1"), "outside 0 <= lambda < 1"),
+        (("--mag", "1", "--scale", "1"), "not allowed with"),
+        (("--attention-backend", "FLASH_ATTN"), "conflicts"),
+        (("--attention_backend=TRITON_ATTN",), "conflicts"),
+        (("--attention-config", '{"backend": "FLASH_ATTN"}'), "conflicts"),
+        (("--attention-config.backend", "FLASH_ATTN"), "conflicts"),
+        (("--port", "eighty"), "outside 1..65535"),
+        (("--port", "0"), "outside 1..65535"),
+        (("--min-context", "-1"), "at least 0"),
+        (("--min-context", "many"), "invalid int"),
+        (("--stop-timeout", "nan"), "at least 0"),
+        (("--sidecar-host", "0.0.0.0"), "without a token"),
+        (("--token-file", "/nonexistent"), "cannot be read"),
+        (("--vllm-command", "/nonexistent/vllm"), "cannot be started"),
+        (("--state-dir", "/proc/nothing"), "cannot be used"),
+    ],
+)
+def test_bad_options_are_one_line_before_anything_starts(serve, tmp_path, arguments, message):
+    assert message in refused(serve(*arguments), tmp_path / "record.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/nonexistent/model", "does not exist"),
+        ("./missing", "does not exist"),
+        ("a/b/c", "does not exist"),
+        ("/tmp", "no config.json"),
+        ("--dtype", "give MODEL first"),
+    ],
+)
+def test_a_model_that_cannot_be_is_found_at_once(serve, tmp_path, model, message):
+    assert message in refused(serve(model=model), tmp_path / "record.json")
+
+
+def test_plugins_that_leave_ours_out_are_refused(serve, tmp_path):
+    message = refused(serve(env={"VLLM_PLUGINS": "other"}), tmp_path / "record.json")
+    assert "add blasst to it" in message
+
+
+def test_the_state_folder_follows_the_served_port(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_state_dir(8001) == tmp_path / "blasst" / "8001"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_state_dir(8001) == tmp_path / ".local/state/blasst/8001"
+
+
+def test_what_is_understood_of_vllms_options(model):
+    parsed = vllm_options.parse([str(model), "--host=0.0.0.0", "--port", "9", "--port=10"])
+    assert (parsed.host, parsed.port, parsed.known_port) == ("0.0.0.0", 10, True)
+    parsed = vllm_options.parse(["org/name", "--attention-backend", "BLASST"])
+    assert parsed.arguments == ["org/name", "--attention-backend", "BLASST"]
+    assert parsed.port == 8000
+    assert not vllm_options.parse(["org/name", "--uds", "/run/x"]).known_port
+    assert not vllm_options.parse(["org/name", "--config", "x.yaml"]).known_port
+    assert vllm_options.parse(["org/name", "--config", "x.yaml", "--port", "9"]).known_port

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+
+import pytest
+
+from blasst.kernels.exchange.desired import FILE_NAME, read_desired
+from blasst.server import cli
+from blasst.server.settings import Settings
+from blasst.server.sidecar import Sidecar
+
+TOKEN = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def make_sidecar(tmp_path):
+    running = []
+
+    def start(**settings):
+        sidecar = Sidecar(Settings(tmp_path, port=0, **settings))
+        sidecar.prepare(dead_pages_older_than_s=0)
+        sidecar.start()
+        running.append(sidecar)
+        return sidecar
+
+    yield start
+    for sidecar in running:
+        sidecar.stop()
+
+
+@pytest.fixture
+def sidecar(make_sidecar):
+    return make_sidecar()
+
+
+@pytest.fixture
+def blasst_threshold(capsys, sidecar):
+    """Run the verb in this process; (exit code, stdout, stderr)."""
+
+    def run(*arguments, url=sidecar.url):
+        try:
+            code = cli.main(["threshold", *map(str, arguments), "--url", url])
+        except SystemExit as e:
+            code = e.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_set_then_get(blasst_threshold, tmp_path):
+    code, out, _ = blasst_threshold("get")
+    assert (code, out) == (0, "dense, generation 0, 0/0 front ends follow\n")
+    code, out, _ = blasst_threshold(
+        *("set", "--mag", 2500, "--reason", "a sweep", "--min-context", 100)
+    )
+    assert code == 0
+    assert out == "mag 2500 (lambda 0.176777), generation 1, 0/0 front ends follow\n"
+    state = read_desired(tmp_path / FILE_NAME)
+    assert (state.reason, state.min_context) == ("a sweep", 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "threshold"),
+    [
+        (["--skip-lambda", "0.05"], {"unit": "lambda", "value": 0.05}),
+        (["--scale", "500"], {"unit": "scale", "value": 500.0}),
+        (["--off"], None),
+    ],
+)
+def test_every_unit_and_json(blasst_threshold, options, threshold):
+    code, out, err = blasst_threshold("set", *options, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["threshold"] == threshold
+    assert json.loads(blasst_threshold("get", "--json")[1])["threshold"] == threshold
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--mag", "0"],
+        ["--mag", "-2500"],
+        ["--mag", "high"],
+        ["--mag", "nan"],
+        ["--mag", "1e9"],
+        ["--skip-lambda", "1"],
+        ["--scale", "inf"],
+        ["--mag", "1", "--off"],
+        ["--mag", "2500", "--wait", "-1"],
+        ["--mag", "2500", "--wait", "nan"],
+        ["--mag", "2500", "--min-context", "-1"],
+        ["--mag", "2500", "--reason", "x" * 501],
+        ["--mag", "2500", "--token-file", "/nonexistent"],
+        ["--what"],
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(blasst_threshold, options):
+    code, out, err = blasst_threshold("set", *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("blasst: error: ")
+    assert err.count("\n") == 1
+    assert blasst_threshold("get", "--json")[1].startswith('{"generation": 0,')
+
+
+def test_wait_returns_when_the_front_end_follows(blasst_threshold, fake_engine):
+    engine = fake_engine()
+    engine.front(42)
+    timer = threading.Timer(0.7, engine.acknowledge, (1,))
+    timer.start()
+    code, out, _ = blasst_threshold("set", "--mag", 2500, "--wait", 10)
+    timer.join()
+    assert code == 0
+    assert out.endswith("generation 1, 1/1 front ends follow\n")
+
+
+def test_wait_in_vain_is_exit_3(blasst_threshold, fake_engine):
+    fake_engine().front(42)
+    code, out, _ = blasst_threshold("set", "--mag", 2500, "--wait", 0.5)
+    assert code == 3
+    assert out.endswith("generation 1, 0/1 front ends follow\n")
+
+
+def test_a_corrupt_file_is_exit_1_and_force_repairs(blasst_threshold, tmp_path):
+    blasst_threshold("set", "--mag", 2500)
+    (tmp_path / FILE_NAME).write_text("{")
+    code, _, err = blasst_threshold("get")
+    assert code == 1
+    assert "HTTP 503" in err
+    assert blasst_threshold("set", "--mag", 2500)[0] == 1
+    assert blasst_threshold("set", "--mag", 2500, "--force")[0] == 0
+
+
+def test_the_token_is_needed_and_never_shown(make_sidecar, tmp_path, capsys):
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "wrong").write_text("x" * 32)
+    sidecar = make_sidecar(token_file=tmp_path / "token")
+    command = ["threshold", "get", "--url", sidecar.url]
+    assert cli.main(command) == 1
+    assert cli.main([*command, "--token-file", str(tmp_path / "wrong")]) == 1
+    err = capsys.readouterr().err
+    assert err.count("HTTP 401") == 2
+    assert "x" * 32 not in err
+    assert cli.main([*command, "--token-file", str(tmp_path / "token")]) == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8300", "ftp://host/", "file:///etc/passwd", "", "http://"]
+)
+def test_a_bad_url_is_exit_2(blasst_threshold, url):
+    code, _, err = blasst_threshold("get", url=url)
+    assert code == 2
+    assert "must look like" in err
+
+
+def test_nobody_there_is_exit_1(blasst_threshold):
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    code, _, err = blasst_threshold("get", url=f"http://127.0.0.1:{port}")
+    assert code == 1
+    assert "no sidecar answers" in err
+
+
+class _Other(http.server.BaseHTTPRequestHandler):
+    """Not a sidecar: answers as `reply`, and notes what it was asked with."""
+
+    reply: tuple[int, dict[str, str], bytes]
+    seen: list[str | None]
+
+    def do_GET(self):
+        self.seen.append(self.headers.get("Authorization"))
+        status, headers, body = self.reply
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def other_server():
+    servers = []
+
+    def start(status, headers, body):
+        handler = type("Handler", (_Other,), {"reply": (status, headers, body), "seen": []})
+        server = http.server.HTTPServer(("127.0.0.1", 0), handler)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}", handler.seen
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"generation": 1}'])
+def test_another_server_is_exit_1(blasst_threshold, other_server, body):
+    url, _ = other_server(200, {}, body)
+    code, _, err = blasst_threshold("get", url=url)
+    assert code == 1
+    assert err.count("\n") == 1
+
+
+def test_a_redirect_does_not_carry_the_token_away(blasst_threshold, other_server, tmp_path):
+    (tmp_path / "token").write_text(TOKEN)
+    target, seen = other_server(200, {}, b"{}")
+    url, _ = other_server(302, {"Location": target + "/"}, b"")
+    code, _, err = blasst_threshold("get", "--token-file", tmp_path / "token", url=url)
+    assert code == 1
+    assert "HTTP 302" in err
+    assert seen == []
+
+
+def test_watch_prints_changes_until_interrupted(blasst, sidecar, capsys):
+    watch = blasst("threshold", "watch", "--interval", 0.1, "--url", sidecar.url)
+    watch.output("dense, generation 0")
+    cli.main(["threshold", "set", "--mag", "2500", "--url", sidecar.url])
+    watch.output("mag 2500 .*generation 1")
+    watch.popen.send_signal(2)
+    assert watch.wait() == 130
+    assert watch.out.read_text().count("\n") == 2
+    assert watch.err.read_text() == ""
