@@ -8,16 +8,19 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class Ring:
-    """barriers: 2 * stages mbarriers, the full ones first. Visits count from 0 on both sides."""
+    """barriers: 2 * stages mbarriers, the full ones first. Visits count from 0 on both sides.
+
+    bytes_per_producer: what each of the producer warps brings into a stage.
+    """
 
     barriers: cute.Pointer
     stages: int
-    bytes_per_stage: int
+    bytes_per_producer: int
 
-    def init(self, consumer_warps: int) -> None:
+    def init(self, producer_warps: int, consumer_warps: int) -> None:
         """By one thread, before a fence and a barrier of the block."""
         for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.barriers + stage, 1)
+            cute.arch.mbarrier_init(self.barriers + stage, producer_warps)
             cute.arch.mbarrier_init(self.barriers + self.stages + stage, consumer_warps)
 
     def stage(self, visit: Int32) -> Int32:
@@ -27,13 +30,13 @@ class Ring:
         return self.barriers + self.stage(visit)
 
     def acquire(self, visit: Int32) -> cute.Pointer:
-        """Producer warp: waits for the empty stage, announces its bytes, returns the barrier."""
+        """Producer warp: waits for the empty stage, announces its bytes, returns the full barrier."""
         stage = self.stage(visit)
         cute.arch.mbarrier_wait(
             self.barriers + self.stages + stage, ((visit // self.stages) & 1) ^ 1
         )
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barriers + stage, self.bytes_per_stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barriers + stage, self.bytes_per_producer)
         return self.barriers + stage
 
     def wait(self, visit: Int32) -> None:

@@ -1,7 +1,8 @@
-"""Row windows: TMA copies of `valid` <= R rows that start at any row, the rest zero or unwritten.
+"""Row windows: TMA copies of 1 to R rows that start at any row, the rest zero or unwritten.
 
 Two modes of the window step through rows: x in [0, R), which TMA checks, and y. Row r is at
 x = R - valid + r, y = first_row + valid, on a base moved back by R rows; x >= R is out of bounds.
+A window needs at least one valid row: one without faults when the moved base is not mapped.
 """
 
 import cutlass

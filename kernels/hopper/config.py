@@ -52,6 +52,16 @@ class Config:
         return min(self.page_size or self.tile_n, self.tile_n)
 
     @property
+    def windows(self) -> int:
+        """Copies that bring a block."""
+        return self.tile_n // self.window
+
+    @property
+    def loaders(self) -> int:
+        """Warps that share the copies of a block of keys, and as many for values."""
+        return min(self.windows, 2)
+
+    @property
     def bytes_per_stage(self) -> int:
         return self.tile_n * self.head_dim * 2
 

@@ -19,7 +19,7 @@ from blasst.kernels.cute.fragment import (
 )
 from blasst.kernels.cute.mma import issue
 from blasst.kernels.cute.ring import Ring
-from blasst.kernels.cute.softmax import Softmax, scale_rows
+from blasst.kernels.cute.softmax import Softmax, rescale_rows
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.vote import any_thread
 from blasst.kernels.hopper.config import WARPGROUP, Config
@@ -134,7 +134,7 @@ class Consumer:
             warpgroup.wait_group(0)
             self.values.release(i - 1)
             o.p.store(o.scores.load().to(o.p.element_type))
-            scale_rows(o.acc, rescale)
+            rescale_rows(o.acc, rescale)
         else:
             warpgroup.wait_group(0)
             self.values.release(i - 1)

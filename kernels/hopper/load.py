@@ -28,10 +28,13 @@ def load_queries(
     tile: Tile,
     head: Int32,
 ) -> None:
-    """Each consumer warpgroup's rows into its own stage and barrier; rows beyond the end are 0."""
+    """Each consumer warpgroup's rows into its own stage and barrier.
+
+    Rows beyond the end are 0, but a window without any row faults: it gets the tile's last row.
+    """
     for group in cutlass.range_constexpr(config.warpgroups):
-        row = tile.row + group * ROWS
-        valid = cutlass.max(0, cutlass.min(tile.rows - group * ROWS, ROWS))
+        row = tile.row + cutlass.min(group * ROWS, tile.rows - 1)
+        valid = cutlass.max(1, cutlass.min(tile.rows - group * ROWS, ROWS))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barriers + group, config.query_bytes)
         copy_window(
@@ -49,10 +52,14 @@ def load_blocks(
     smem: cute.Tensor,
     ring: Ring,
     tile: Tile,
-    kv_head: Int32,
-    pages: cute.Tensor | None,
+    place: tuple,
 ) -> None:
-    """All blocks of keys or values that the tile visits. pages: the request's row of the table."""
+    """Its share of all blocks of keys or values that the tile visits.
+
+    place: which of the config.loaders this warp is, kv head, the request's row of the page table.
+    Keys beyond the end are 0, but a window without any key gets the request's last one.
+    """
+    loader, kv_head, pages = place
     page = Int32(0)
     if cutlass.const_expr(pages is not None):
         page = read_pages(config, pages, tile, tile.n_blocks - 1)
@@ -63,15 +70,15 @@ def load_blocks(
             next_page = read_pages(config, pages, tile, n - 1)
         barrier = ring.acquire(visit)
         stage = smem[None, None, ring.stage(visit)]
-        for part in cutlass.range_constexpr(config.tile_n // config.window):
-            key = n * config.tile_n + part * config.window
-            valid = cutlass.max(0, cutlass.min(tile.seqlen_k - key, config.window))
+        for part in cutlass.range_constexpr(loader, config.windows, config.loaders):
+            offset = n * config.tile_n + part * config.window
+            key = cutlass.min(offset, tile.seqlen_k - 1)
+            valid = cutlass.max(1, cutlass.min(tile.seqlen_k - offset, config.window))
             if cutlass.const_expr(pages is None):
                 rows = window(source.coordinates, tile.key_start + key, valid, (kv_head,))
             else:
                 at = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, part))
-                first = key % config.page_size
-                rows = window(source.coordinates, first, valid, (kv_head, at))
+                rows = window(source.coordinates, key % config.page_size, valid, (kv_head, at))
             target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
             copy_window(source.atom, rows, target, barrier)
         page = next_page
@@ -81,9 +88,7 @@ def load_blocks(
 def read_pages(
     config: cutlass.Constexpr[Config], pages: cute.Tensor, tile: Tile, n: Int32
 ) -> Int32:
-    """Lane i: the page of the i-th window of block n; 0 where the table is not to be read."""
-    key = n * config.tile_n + cute.arch.lane_idx() * config.window
-    page = Int32(0)
-    if key >= 0 and key < cutlass.min(tile.seqlen_k, (n + 1) * config.tile_n):
-        page = pages[key // config.page_size]
-    return page
+    """Lane i: the page of the i-th window of block n. Entries beyond the keys are not read."""
+    part = cutlass.min(cute.arch.lane_idx(), config.windows - 1)
+    key = n * config.tile_n + part * config.window
+    return pages[cutlass.max(0, cutlass.min(key, tile.seqlen_k - 1)) // config.page_size]

@@ -163,14 +163,15 @@ class HopperPrefill:
             )
         )
         first = barriers + config.warpgroups
-        keys = Ring(first, config.stages, config.bytes_per_stage)
-        values = Ring(first + 2 * config.stages, config.stages, config.bytes_per_stage)
+        share = config.bytes_per_stage // config.loaders
+        keys = Ring(first, config.stages, share)
+        values = Ring(first + 2 * config.stages, config.stages, share)
         if warp == 0:
             with cute.arch.elect_one():
                 for group in cutlass.range_constexpr(config.warpgroups):
                     cute.arch.mbarrier_init(barriers + group, 1)
-                keys.init(config.warpgroups * (WARPGROUP // WARP))
-                values.init(config.warpgroups * (WARPGROUP // WARP))
+                for ring in (keys, values):
+                    ring.init(config.loaders, config.warpgroups * (WARPGROUP // WARP))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return Shared(q, k, v, barriers, keys, values)
@@ -186,9 +187,20 @@ class HopperPrefill:
             pages = arrays.page_table[request, None]
         if warp == 0:
             load_queries(config, arrays.q, shared.q, shared.q_full, tile, head)
-            load_blocks(config, arrays.k, shared.k, shared.keys, tile, kv_head, pages)
-        if warp == 1:
-            load_blocks(config, arrays.v, shared.v, shared.values, tile, kv_head, pages)
+        if tile.n_blocks > 0:
+            self.produce_blocks(arrays, shared, tile, warp, (kv_head, pages))
+
+    @cute.jit
+    def produce_blocks(
+        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: tuple
+    ) -> None:
+        config = self.config
+        for loader in cutlass.range_constexpr(config.loaders):
+            mine = (loader, *place)
+            if warp == loader:
+                load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine)
+            if warp == config.loaders + loader:
+                load_blocks(config, arrays.v, shared.v, shared.values, tile, mine)
 
     @cute.jit
     def consume(
