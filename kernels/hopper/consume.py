@@ -68,10 +68,13 @@ class Consumer:
         if self.tile.n_blocks > 0:
             self.visit_first(lead)
             keep = Boolean(True)
-            for i in cutlass.range(lead + 1, self.visits, unroll=1):
-                keep = self.visit(i, keep)
-                if cutlass.const_expr(self.config.vote):
-                    skipped += 1 - Int32(keep)
+            first_full = cutlass.max(lead + 1, self.visits - self.tile.n_full)
+            for i in cutlass.range(lead + 1, first_full, unroll=1):
+                keep = self.visit(i, keep, True)
+                skipped += 1 - Int32(keep)
+            for i in cutlass.range(first_full, self.visits, unroll=1):
+                keep = self.visit(i, keep, False)
+                skipped += 1 - Int32(keep)
             self.values.wait(self.visits - 1)
             if keep:
                 self.issue_pv(self.visits - 1)
@@ -103,7 +106,7 @@ class Consumer:
         o.p.store(o.scores.load().to(o.p.element_type))
 
     @cute.jit
-    def visit(self, i: Int32, keep: Boolean) -> Boolean:
+    def visit(self, i: Int32, keep: Boolean, masked: cutlass.Constexpr[bool]) -> Boolean:
         """Visit i > 0; keep: the previous block was kept. Returns whether this one is."""
         o = self.operands
         self.keys.wait(i)
@@ -120,24 +123,34 @@ class Consumer:
             self.pass_turn()
             warpgroup.wait_group(0)
         self.keys.release(i)
-        self.mask(self.visits - 1 - i)
+        if cutlass.const_expr(masked):
+            self.mask(self.visits - 1 - i)
         largest = self.softmax.thread_max(o.scores)
-        kept = Boolean(True)
-        if cutlass.const_expr(self.config.vote):
-            kept = any_thread(
-                self.softmax.vetoes(largest, self.floor),
-                self.config.group_barrier(self.group),
-                WARPGROUP,
-            )
+        kept = self.vote(largest, self.visits - 1 - i)
+        rescale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         if kept:
-            rescale = self.softmax.exponentiate(o.scores, largest)
-            warpgroup.wait_group(0)
-            self.values.release(i - 1)
+            rescale.store(self.softmax.exponentiate(o.scores, largest).load())
+        # A block of its own keeps ptxas from moving the wait above the exponentials.
+        warpgroup.wait_group(0)
+        self.values.release(i - 1)
+        if kept:
             o.p.store(o.scores.load().to(o.p.element_type))
             rescale_rows(o.acc, rescale)
-        else:
-            warpgroup.wait_group(0)
-            self.values.release(i - 1)
+        return kept
+
+    @cute.jit
+    def vote(self, largest: cute.Tensor, n: Int32) -> Boolean:
+        """Whether a row of the warpgroup needs block n.
+
+        Without a vote it is a test that always holds but that no compiler can see through: with
+        straight-line code ptxas moves P's registers and serialises the products.
+        """
+        kept = n * self.config.tile_n < self.tile.seqlen_k
+        if cutlass.const_expr(self.config.vote):
+            veto = self.softmax.vetoes(largest, self.floor)
+            barrier = self.config.group_barrier(self.group)
+            # The vote of the warp tells the compiler that the branches on it are uniform.
+            kept = cute.arch.vote_any_sync(any_thread(veto, barrier, WARPGROUP))
         return kept
 
     @cute.jit
