@@ -13,7 +13,8 @@ ROWS = 64  # of a warpgroup's matrix product, and of its vote
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    warpgroups: consumers, each with ROWS query rows. in_turn: they issue their products in turn.
+    warpgroups: consumers, each with ROWS query rows. turn: when one lets the next one issue its
+    products: "none" = no turns, "issue" = once its own are issued, "scores" = once S is there.
     """
 
     dtype: str
@@ -25,7 +26,7 @@ class Config:
     warpgroups: int = 2
     tile_n: int = 128
     stages: int = 2
-    in_turn: bool = True
+    turn: str = "issue"
 
     @property
     def tile_m(self) -> int:

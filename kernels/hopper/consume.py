@@ -85,7 +85,7 @@ class Consumer:
     def pass_by(self, i: Int32) -> None:
         """A block that only later rows of the thread block see."""
         self.await_turn()
-        self.pass_turn()
+        self.pass_turn(self.config.turn)
         self.keys.wait(i)
         self.keys.release(i)
         self.values.wait(i)
@@ -97,8 +97,9 @@ class Consumer:
         self.keys.wait(i)
         self.await_turn()
         self.issue_qk(i)
-        self.pass_turn()
+        self.pass_turn("issue")
         warpgroup.wait_group(0)
+        self.pass_turn("scores")
         self.keys.release(i)
         self.mask(self.visits - 1 - i)
         o = self.operands
@@ -117,11 +118,12 @@ class Consumer:
         if keep:
             # O += P @ V, of the previous block
             self.issue_pv(i - 1)
-            self.pass_turn()
+            self.pass_turn("issue")
             warpgroup.wait_group(1)
         else:
-            self.pass_turn()
+            self.pass_turn("issue")
             warpgroup.wait_group(0)
+        self.pass_turn("scores")
         self.keys.release(i)
         if cutlass.const_expr(masked):
             self.mask(self.visits - 1 - i)
@@ -179,17 +181,19 @@ class Consumer:
 
     @cute.jit
     def await_turn(self) -> None:
-        if cutlass.const_expr(self.config.in_turn):
+        if cutlass.const_expr(self.config.turn != "none"):
             cute.arch.barrier(
                 barrier_id=self.config.turn_barrier(self.group), number_of_threads=2 * WARPGROUP
             )
 
-    def pass_turn(self) -> None:
-        self.pass_turn_to((self.group + 1) % self.config.warpgroups)
+    def pass_turn(self, when: str) -> None:
+        """Lets the next warpgroup issue, if this is when the Config does so."""
+        if when == self.config.turn:
+            self.give_turn((self.group + 1) % self.config.warpgroups)
 
     @cute.jit
-    def pass_turn_to(self, group: Int32) -> None:
-        if cutlass.const_expr(self.config.in_turn):
+    def give_turn(self, group: Int32) -> None:
+        if cutlass.const_expr(self.config.turn != "none"):
             cute.arch.barrier_arrive(
                 barrier_id=self.config.turn_barrier(group), number_of_threads=2 * WARPGROUP
             )

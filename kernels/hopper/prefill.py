@@ -235,7 +235,7 @@ class HopperPrefill:
             floor,
         )
         if group == 0:
-            consumer.pass_turn_to(0)
+            consumer.give_turn(0)
         cute.arch.mbarrier_wait(shared.q_full + group, 0)
         skipped = consumer.attend()
         if tile.rows > 0:
