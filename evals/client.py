@@ -90,6 +90,14 @@ class Completions:
         except (ValueError, KeyError, TypeError):
             return ""
 
+    def detokenize(self, model: str, ids: Sequence[int]) -> str | None:
+        """What the server's own tokenizer makes of ids; None where it has no such endpoint."""
+        with self._errors():
+            response = self._http.post("/detokenize", json={"model": model, "tokens": list(ids)})
+            if response.status_code in (404, 405):
+                return None
+            return str(self._json(response)["prompt"])
+
     def generate(
         self, model: str, prompt: Sequence[int], max_tokens: int, xargs: XArgs | None = None
     ) -> Generation:

@@ -28,6 +28,8 @@ _MAX_TOKENS = 48
 """Four numbers and their commas fit; RULER's 128 would only make the demo longer."""
 _MIN_CONTEXT = 512
 _MOST_SAMPLES = 10
+_GRACE_S = 100.0
+"""More time for the first round, so that a slow machine too has every cell."""
 _PLANNED_SHARE = 0.85
 """Of the time left, so that a slower moment of the machine does not end the sweep early."""
 
@@ -133,9 +135,8 @@ def _demo(options: DemoOptions) -> None:
     command += ["--max-num-seqs", "4", "--enforce-eager", "--min-context", str(_MIN_CONTEXT)]
     progress.say("starting the server: blasst serve " + " ".join(command[len(options.command) :]))
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Deployment(command, progress.say))
-        stack.callback(server.keep_log, options.out / "serve.log")
-        stop_at = time.monotonic() + 60.0 * options.minutes
+        server = stack.enter_context(Deployment(command, options.out / "serve.log", progress.say))
+        ready = time.monotonic()
         client = Completions(server.url)
         stack.callback(client.close)
         sidecar = Sidecar(server.sidecar_url)
@@ -146,7 +147,7 @@ def _demo(options: DemoOptions) -> None:
         demo_acts.long_prompts(runner, options.points, samples, progress.say)
         demo_acts.change_while_serving(runner, options.points[-1], samples, progress.say)
         demo_acts.per_request(runner, options.points[-1], samples, progress.say)
-        _sweep(runner, options, samples, progress, stop_at)
+        _sweep(runner, options, samples, progress, ready)
         progress.say("stopping the server")
     _publish(options, results_file)
 
@@ -167,9 +168,12 @@ def _sweep(
     options: DemoOptions,
     samples: list[Sample],
     progress: Progress,
-    stop_at: float,
+    ready: float,
 ) -> None:
-    """One sample of every cell first; its time then says how many more fit."""
+    """One sample of every cell first; its time then says how many more fit.
+
+    ready: when the server was, on time.monotonic().
+    """
     from blasst.evals.progress import duration
     from blasst.evals.sweep import Plan, run_sweep
 
@@ -177,17 +181,17 @@ def _sweep(
     progress.say(f"RULER: {cells} cells, one sample each to begin with")
     start = time.monotonic()
     first = Plan(options.points, [s for s in samples if s.index == 0])
-    run_sweep(runner, first, progress, stop_at)
+    stop_at = ready + 60.0 * options.minutes
+    run_sweep(runner, first, progress, stop_at + _GRACE_S)
     now = time.monotonic()
     left = stop_at - now
     more = int(left * _PLANNED_SHARE / max(now - start, 1e-3))
     count = min(_MOST_SAMPLES, 1 + max(0, more))
     progress.say(
-        f"a round takes {duration(now - start)} and {duration(left)} are left: {count} samples a "
-        "cell"
+        f"a round takes {duration(now - start)} and {duration(left)} are left: "
+        f"{count} sample{'s' if count > 1 else ''} a cell"
     )
     if count > 1:
-        progress.restart()
         more_plan = Plan(options.points, [s for s in samples if s.index < count])
         run_sweep(runner, more_plan, progress, stop_at)
     progress.close()

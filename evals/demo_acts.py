@@ -36,6 +36,8 @@ def long_prompts(
 
 def change_while_serving(runner: Runner, point: Point, samples: Sequence[Sample], say: Say) -> None:
     """A request in flight keeps what it was admitted with; the next one has the new threshold."""
+    if point is None:
+        return
     sample = _first(samples, max(s.length for s in samples))
     model, settle = runner.model.name, runner.options.settle_s
     runner.activate(None, sample)

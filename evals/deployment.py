@@ -17,19 +17,34 @@ from types import TracebackType
 from blasst.evals.errors import ServerError
 from blasst.evals.packages import Say
 
-_STOP_S = 25.0
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",
+    "VLLM_BLASST_STATS_INTERVAL_S": "0.2",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    # vLLM keeps one core free by default: half of a small machine.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Defaults of the server's environment; the caller's own settings go first."""
+_SERVE_STOP_S = 8
+"""What `blasst serve` gives vLLM: there is nothing to save."""
+_STOP_S = _SERVE_STOP_S + 12.0
+_ORPHANS_S = 3.0
+"""For what is left when the command itself has ended."""
 _POLL_S = 0.1
 _SAY_EVERY_S = 5.0
 
 
 class Deployment:
     """A context manager. `command` is `blasst serve` with its options; ports and the state folder
-    are added here. Afterwards no process that it started is left, whatever happened inside."""
+    are added here. `log`: file for what it says. Afterwards no process that it started is left,
+    whatever happened inside."""
 
-    def __init__(self, command: Sequence[str], say: Say, ready_s: float = 300.0) -> None:
+    def __init__(self, command: Sequence[str], log: Path, say: Say, ready_s: float = 300.0) -> None:
         self._command, self._say, self._ready_s = list(command), say, ready_s
         self.folder = Path(tempfile.mkdtemp(prefix="blasst-demo-"))
-        self.log = self.folder / "serve.log"
+        self.log = log
         self.url, self.sidecar_url = "", ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -57,13 +72,7 @@ class Deployment:
         state = self.folder / "state"
         state.mkdir(mode=0o700)
         where = ["--host", "127.0.0.1", "--port", str(port), "--sidecar-port", str(sidecar_port)]
-        where += ["--state-dir", str(state)]
-        defaults = {
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONSAFEPATH": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        where += ["--state-dir", str(state), "--stop-timeout", str(_SERVE_STOP_S)]
         with open(self.log, "wb") as log:
             try:
                 # A session of its own: Ctrl-C reaches only us, and we stop it in order.
@@ -72,7 +81,7 @@ class Deployment:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=defaults | os.environ,
+                    env=_ENVIRONMENT | os.environ,
                     start_new_session=True,
                 )
             except OSError as e:
@@ -106,16 +115,11 @@ class Deployment:
         self._say(f"status page: {self.sidecar_url}/")
 
     def _last_words(self) -> str:
-        """The last error line of the log, or its last line."""
+        """The last error line of the log, or its last line; and where the log is."""
         lines = [x.strip() for x in self.log.read_text("utf-8", "replace").splitlines()]
         lines = [x for x in lines if x] or ["(no output)"]
         errors = [x for x in lines if "rror" in x]
-        return (errors or lines)[-1][-300:]
-
-    def keep_log(self, target: Path) -> None:
-        """Copy what the server said so far."""
-        with contextlib.suppress(OSError):
-            shutil.copyfile(self.log, target)
+        return f"{(errors or lines)[-1][-300:]} (see {self.log})"
 
     def _stop(self) -> None:
         # A second Ctrl-C must not leave half of it running.
@@ -137,9 +141,12 @@ def stop_tree(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         process.terminate()
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
+        # Looked at again and again: an orphan is found only while its parent still runs.
         family |= descendants(process.pid)
-        if process.poll() is not None and not any(map(_same_process_runs, family)):
-            return
+        if process.poll() is not None:
+            if not any(map(_same_process_runs, family)):
+                return
+            deadline = min(deadline, time.monotonic() + _ORPHANS_S)
         time.sleep(_POLL_S)
     for member in (*family, (process.pid, _started(process.pid))):
         if _same_process_runs(member):

@@ -147,13 +147,14 @@ def _runs(points: Sequence[tuple[float, float] | None]) -> list[list[tuple[float
 
 
 def _dot(at: tuple[float, float], color: str, number: int, label: str) -> str:
-    """Circles and squares by turns, so that colour is not all that tells series apart."""
+    """Circles and squares by turns; the first, drawn lowest, is larger and shows under others."""
     x, y = at
     title = f"<title>{html.escape(label)}</title>" if label else ""
     if number % 2:
-        corner = f'x="{x - 3.5:.1f}" y="{y - 3.5:.1f}"'
-        return f'<rect {corner} width="7" height="7" fill="{color}">{title}</rect>'
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">{title}</circle>'
+        corner = f'x="{x - 3:.1f}" y="{y - 3:.1f}"'
+        return f'<rect {corner} width="6" height="6" fill="{color}">{title}</rect>'
+    place = f'cx="{x:.1f}" cy="{y:.1f}" r="{4.5 if number else 5.5}"'
+    return f'<circle {place} fill="{color}">{title}</circle>'
 
 
 def _shade(rate: float) -> str:

@@ -52,9 +52,9 @@ class Progress:
         else:
             print(line, file=self._stream, flush=True)
 
-    def restart(self) -> None:
-        """Forget what was done: a new total begins, timed from now."""
-        self.done = 0
+    def restart(self, total: int) -> None:
+        """A new total begins, timed from now."""
+        self.total, self.done = total, 0
         self._start = time.monotonic()
         self._last = -_EVERY_S
 

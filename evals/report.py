@@ -193,7 +193,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         ("max_model_len", server["max_model_len"]),
         ("min_context", server["min_context"]),
         ("vLLM", server["vllm_version"] or "unknown"),
-        ("blasst", plan["blasst_version"]),
+        ("blasst", server["blasst_version"] or plan["blasst_version"]),
         ("Python", plan["python"]),
         ("machine", plan["machine"]),
         ("seeds", ", ".join(map(str, plan["seeds"]))),

@@ -81,6 +81,7 @@ class Runner:
             "root": self.model.root.rstrip("/").rsplit("/", 1)[-1],
             "max_model_len": self.model.max_model_len,
             "vllm_version": self.model.version,
+            "blasst_version": self.sidecar.version(),
             "min_context": self.floor,
             "record_version": RECORD_VERSION,
         }
@@ -97,6 +98,17 @@ class Runner:
             raise InputError(
                 f"length {length} is beyond the server's max_model_len {limit}; give shorter "
                 f"lengths or serve with --max-model-len {length}"
+            )
+
+    def check_tokenizer(self, sample: Sample) -> None:
+        """Raises InputError when the server reads these ids as another text: another tokenizer."""
+        text = self.client.detokenize(self.model.name, sample.prompt)
+        missing = [a for a in sample.answers if text is not None and a not in text]
+        if missing:
+            raise InputError(
+                f"sample {sample.id} hides {missing[0]}, but the text that {self.model.name} reads "
+                "does not hold it: the samples are of another tokenizer; give --model the folder "
+                "of the served model"
             )
 
     def key(self, sample: Sample, point: Point) -> str:

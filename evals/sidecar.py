@@ -136,6 +136,13 @@ class Sidecar:
         with self._errors():
             return parse_counters(self._ok(self._http.get("/metrics")).text)
 
+    def version(self) -> str:
+        """The server's blasst, as its metrics say; empty when they do not."""
+        with self._errors():
+            text = self._ok(self._http.get("/metrics")).text
+        found = re.search(r'^blasst_build_info\{(?:.*,)?version="([^"]*)"', text, re.MULTILINE)
+        return found[1] if found else ""
+
     def settled(self, before: Counters, prompt_tokens: int, timeout_s: float) -> Counters:
         """The counters once they show that `prompt_tokens` were prefilled after `before`.
 

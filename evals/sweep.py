@@ -39,10 +39,11 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, stop_at: float | N
     """
     runner.check_length(max(plan.lengths()))
     pending = count_pending(runner, plan)
-    progress.total = pending
+    progress.restart(pending)
     if not pending:
         progress.say("everything is measured already")
         return 0
+    runner.check_tokenizer(plan.samples[0])
     total = len(plan.samples) * len(plan.points)
     if pending < total:
         progress.say(f"resuming: {total - pending} of {total} samples are measured already")
@@ -55,6 +56,8 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, stop_at: float | N
             runner.restore()
         raise
     runner.restore()
+    if progress.done < pending:
+        progress.say(f"time is up: {pending - progress.done} samples are left out")
     return progress.done
 
 

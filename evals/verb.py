@@ -67,16 +67,27 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, so that what must be undone is undone."""
+    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt once, so that what must be undone is.
+
+    Further ones are ignored from then on: an impatient second Ctrl-C must not stop the undoing.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    interrupted = False
 
     def interrupt(number: int, frame: object) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = [(number, signal.signal(number, interrupt)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if not interrupted:
+            for number, handler in before:
+                signal.signal(number, handler)
 
 
 def _verb(

@@ -11,7 +11,6 @@ from blasst.kernels.dispatch import AUTO, choose
 from blasst.kernels.types import AttentionSpec, Impl, PagedKV, RaggedKV
 
 _MODULES = {
-    Impl.TRITON: "blasst.kernels.triton.launch",
     Impl.CPU: "blasst.kernels.cpu",
     Impl.REFERENCE: "blasst.kernels.reference",
 }

@@ -23,6 +23,10 @@ from blasst.kernels.workers import run_all
 DENSE_SCORES = 1 << 19
 """Scores of one dense chunk, all heads of a group: 2 MiB was the best of 0.5 to 8 on a Zen 5."""
 
+NOTHING_SEEN = torch.finfo(torch.float32).min
+"""The running max of a row that has seen no key. Finite: minus it, a hidden score stays -inf, so
+such a row votes skip and adds 0, and no NaN arises."""
+
 VOTE_SCORES = 1 << 20
 """Scores of one chunk with a vote: larger, so that the kept blocks make large matmuls."""
 
@@ -171,7 +175,7 @@ def _start(head: _Head, m: int) -> _Row:
         v=v,
         rows=rows,
         heads=range(heads.start, heads.stop),
-        maximum=torch.full(q.shape[:2], -math.inf),
+        maximum=torch.full(q.shape[:2], NOTHING_SEEN),
         row_sum=torch.zeros(q.shape[:2]),
         acc=torch.zeros_like(q),
         visited=None if partial_map is None else visited,
@@ -193,7 +197,8 @@ def _scores(head: _Head, row: _Row, start: int, end: int) -> torch.Tensor:
     group, rows, _ = row.q.shape
     stop = blocks(end, head.tile_n) * head.tile_n
     scores = _matmul(row.q.flatten(0, 1), row.k[start:stop]).view(group, rows, stop - start)
-    scores[..., end - start :] = -math.inf
+    if end < stop:
+        scores[..., end - start :] = -math.inf
     if head.call.spec.causal:
         first = head.request.context + row.rows.start
         hidden_from = max(start, first + 1)
@@ -226,20 +231,19 @@ def _accumulate(head: _Head, row: _Row, scores: torch.Tensor, span: slice) -> No
         row.skipped += skipped
         if skipped:
             kept = ~skips if kept is None else kept & ~skips
-    base = maximum.masked_fill(maximum == -math.inf, 0.0)
-    rescale = torch.exp2(row.maximum - base)
+    rescale = torch.exp2(row.maximum - maximum)
     row.row_sum *= rescale
     row.acc *= rescale[..., None]
     row.maximum = maximum
     v = row.v[span.start * head.tile_n : span.stop * head.tile_n]
     if kept is None or bool(kept.all()):
-        _add(scores, base, row.row_sum, row.acc, v)
+        _add(scores, maximum, row.row_sum, row.acc, v)
     elif bool((kept == kept[0]).all()):
-        _add_kept(scores, base, (row.row_sum, row.acc), v, kept[0])
+        _add_kept(scores, maximum, (row.row_sum, row.acc), v, kept[0])
     else:
         for g in range(kept.shape[0]):
             state = row.row_sum[g : g + 1], row.acc[g : g + 1]
-            _add_kept(scores[g : g + 1], base[g : g + 1], state, v, kept[g])
+            _add_kept(scores[g : g + 1], maximum[g : g + 1], state, v, kept[g])
 
 
 def _vote(
@@ -248,17 +252,15 @@ def _vote(
     """The running max after the chunk, [group, rows], and which blocks every row votes to skip."""
     group, rows, _ = scores.shape
     block_max = scores.view(group, rows, span.stop - span.start, -1).amax(-1)
-    visited = torch.cat([row.maximum[..., None], block_max.flip(-1)], -1)
-    running_max = visited.cummax(-1).values[..., 1:].flip(-1)
-    drop = block_max - running_max
-    # A row that has seen nothing and sees nothing here is (-inf) - (-inf): it votes skip.
-    drop.masked_fill_(running_max == -math.inf, -math.inf)
-    return running_max[..., 0], drop.amax(1) < log2_lambda
+    block_max = block_max.flip(-1)
+    running_max = torch.maximum(block_max.cummax(-1).values, row.maximum[..., None])
+    votes = (block_max - running_max).amax(1) < log2_lambda
+    return running_max[..., -1], votes.flip(-1)
 
 
 def _add_kept(
     scores: torch.Tensor,
-    base: torch.Tensor,
+    maximum: torch.Tensor,
     state: tuple[torch.Tensor, torch.Tensor],
     v: torch.Tensor,
     kept: torch.Tensor,
@@ -269,17 +271,17 @@ def _add_kept(
         group, rows, _ = scores.shape
         blocked = scores.view(group, rows, kept.numel(), -1)
         v_kept = v.view(kept.numel(), -1, v.shape[1]).index_select(0, index).flatten(0, 1)
-        _add(blocked.index_select(2, index).flatten(2), base, *state, v_kept)
+        _add(blocked.index_select(2, index).flatten(2), maximum, *state, v_kept)
 
 
 def _add(
     scores: torch.Tensor,
-    base: torch.Tensor,
+    maximum: torch.Tensor,
     row_sum: torch.Tensor,
     acc: torch.Tensor,
     v: torch.Tensor,
 ) -> None:
-    p = scores.sub_(base[..., None]).exp2_()
+    p = scores.sub_(maximum[..., None]).exp2_()
     row_sum += p.sum(-1)
     # O += P @ V
     acc += _matmul(p.flatten(0, 1), v.t()).view_as(acc)

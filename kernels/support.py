@@ -8,8 +8,6 @@ from blasst.kernels.types import Impl, Problem
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)
-MIN_TILE = 16
-MAX_TRITON_TILE = 128
 
 
 def unsupported_reasons(problem: Problem, impl: Impl) -> list[str]:
@@ -41,17 +39,10 @@ def _cpu(problem: Problem) -> list[str]:
     reasons = _head_dim(problem)
     if problem.device_type != "cpu":
         reasons.append(f"tensors are on {problem.device_type}, this implementation needs the CPU")
-    smallest = min(problem.geometry.tile_m, problem.geometry.tile_n)
-    if smallest < MIN_TILE:
-        reasons.append(f"a tile side of {smallest} is below {MIN_TILE}")
     return reasons
 
 
-def _gpu(
-    capabilities: str,
-    test: Callable[[tuple[int, int]], bool],
-    limits: Callable[[Problem], list[str]],
-) -> _Rule:
+def _gpu(name: str, capabilities: str, test: Callable[[tuple[int, int]], bool]) -> _Rule:
     def rule(problem: Problem) -> list[str]:
         reasons = _head_dim(problem)
         if problem.capability is None:
@@ -65,32 +56,18 @@ def _gpu(
             )
         if problem.dtype == "float32":
             reasons.append("dtype float32 has no tensor-core path, give bfloat16 or float16")
-        return reasons + limits(problem)
+        reasons.append(f"the {name} kernel is not built in this release")
+        return reasons
 
     return rule
-
-
-def _not_built(problem: Problem) -> list[str]:
-    return ["this kernel is not built in this release"]
-
-
-def _triton(problem: Problem) -> list[str]:
-    reasons = []
-    if problem.block_mask:
-        reasons.append("block masks are not built into this kernel")
-    for name in ("tile_m", "tile_n"):
-        side = getattr(problem.geometry, name)
-        if not MIN_TILE <= side <= MAX_TRITON_TILE:
-            reasons.append(f"{name} {side} is not in {MIN_TILE}..{MAX_TRITON_TILE}")
-    return reasons
 
 
 _Rule = Callable[[Problem], list[str]]
 
 _RULES: dict[Impl, _Rule] = {
-    Impl.BLACKWELL: _gpu("compute capability 10.0 or 10.3", lambda c: c[0] == 10, _not_built),
-    Impl.HOPPER: _gpu("compute capability 9.0", lambda c: c == (9, 0), _not_built),
-    Impl.TRITON: _gpu("compute capability 8.0 or later", lambda c: c >= (8, 0), _triton),
+    Impl.BLACKWELL: _gpu("blackwell", "compute capability 10.0 or 10.3", lambda c: c[0] == 10),
+    Impl.HOPPER: _gpu("hopper", "compute capability 9.0", lambda c: c == (9, 0)),
+    Impl.TRITON: _gpu("triton", "compute capability 8.0 or later", lambda c: c >= (8, 0)),
     Impl.CPU: _cpu,
     Impl.REFERENCE: lambda problem: [],
 }

@@ -148,7 +148,8 @@ class SkipThreshold:
                 raise ThresholdError(f"scale {self.value:g} is negative; give at least 0")
         else:
             raise ThresholdError(f"unit {self.unit!r} is unknown; choose one of {', '.join(UNITS)}")
-        object.__setattr__(self, "value", float(self.value))
+        # + 0.0 makes -0.0 an ordinary zero.
+        object.__setattr__(self, "value", float(self.value) + 0.0)
 
     @classmethod
     def parse(cls, unit: str, value: object) -> SkipThreshold:

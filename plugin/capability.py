@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from blasst.kernels.dispatch import choose
+from blasst.kernels.dispatch import AUTO, choose
 from blasst.kernels.errors import BlasstError
-from blasst.kernels.types import Problem
+from blasst.kernels.support import unsupported_reasons
+from blasst.kernels.types import Impl, Problem
 
 PLAIN_KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
-def kernel_reasons(problem: Problem, impl: str) -> list[str]:
-    """Why no implementation (or not the one asked for) runs this problem; empty: one does."""
+_OF_DEVICE = {"cpu": (Impl.CPU,), "cuda": (Impl.BLACKWELL, Impl.HOPPER, Impl.TRITON)}
+
+
+def chosen_impl(problem: Problem, impl: str) -> tuple[Impl | None, list[str]]:
+    """The implementation that runs this problem, or why none (or not the one asked for) does.
+
+    Of an automatic choice only the reasons of the device's own implementations are told.
+    """
     try:
-        choose(problem, impl)
+        return choose(problem, impl).impl, []
     except BlasstError as e:
-        return list(e.reasons)
-    return []
+        candidates = _OF_DEVICE.get(problem.device_type, ()) if impl == AUTO else ()
+        reasons = [f"{c}: {r}" for c in candidates for r in unsupported_reasons(problem, c)]
+        return None, reasons or list(e.reasons)
 
 
 def device() -> tuple[str, tuple[int, int] | None]:
@@ -70,7 +78,7 @@ def model_reasons(vllm_config: Any, impl: str) -> list[str]:
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype not in PLAIN_KV_DTYPES:
         reasons.append(f"the KV cache is quantised ({cache_dtype})")
-    return reasons + kernel_reasons(_problem(vllm_config), impl)
+    return reasons + chosen_impl(_problem(vllm_config), impl)[1]
 
 
 def _has_full_layers(text_config: Any) -> bool:

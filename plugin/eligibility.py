@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blasst.kernels.dispatch import choose
-from blasst.kernels.errors import BlasstError
 from blasst.kernels.types import Problem
-from blasst.plugin.capability import PLAIN_KV_DTYPES, device, engine_reasons
+from blasst.plugin.capability import PLAIN_KV_DTYPES, chosen_impl, device, engine_reasons
 from blasst.plugin.versions import cpu_isa
 
 OUR_BACKEND = "BLASST"
@@ -75,11 +73,9 @@ def judge(facts: LayerFacts, engine_wide: Sequence[str], impl: str) -> Verdict:
     reasons = [*layer_reasons(facts), *engine_wide]
     chosen = None
     if facts.problem is not None:
-        try:
-            chosen = str(choose(facts.problem, impl).impl)
-        except BlasstError as e:
-            reasons += e.reasons
-    return Verdict(facts.name, None if reasons else chosen, tuple(reasons))
+        chosen, against = chosen_impl(facts.problem, impl)
+        reasons += against
+    return Verdict(facts.name, None if reasons or chosen is None else str(chosen), tuple(reasons))
 
 
 def judge_all(layers: Mapping[str, Any], vllm_config: Any, impl: str) -> list[Verdict]:

@@ -103,6 +103,9 @@ class FrontEnd:
         """Write the last numbers and stop. The page stays: its counts still hold."""
         self._stop.set()
         self._thread.join(timeout=5.0)
+        page, self._page = self._page, None
+        if page is not None:
+            page.detach()
 
     def _desired(self) -> DesiredState:
         return self._reader.current() if self._reader is not None else DENSE

@@ -56,6 +56,7 @@ class Rank:
         self._written = -1
         self._interval_s = interval_s
         self._stop = threading.Event()
+        self._writing = threading.Lock()
         self.flush()
         if self._page is not None:
             threading.Thread(target=self._run, name="blasst-rank", daemon=True).start()
@@ -118,18 +119,23 @@ class Rank:
 
         Tokens are read before tiles: a page never shows tokens whose tiles are still to come.
         """
-        steps = self._steps
-        if self._page is None or steps == self._written:
-            return
-        counts = dict(self.counts)
-        tiles = self.counters.snapshot()
-        self._page.update(tiles=tiles.numpy().tobytes(), **counts)
-        self._written = steps
+        with self._writing:
+            steps = self._steps
+            if self._page is None or steps == self._written:
+                return
+            counts = dict(self.counts)
+            tiles = self.counters.snapshot()
+            self._page.update(tiles=tiles.numpy().tobytes(), **counts)
+            self._written = steps
 
     def close(self) -> None:
         """Write the last numbers and stop. The page stays: its counts still hold."""
         self._stop.set()
         self.flush()
+        with self._writing:
+            page, self._page = self._page, None
+        if page is not None:
+            page.detach()
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):

@@ -55,6 +55,12 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def fail(message: object, code: int) -> int:
+    """Print the one line of a failure; the exit code again."""
+    print(f"blasst: error: {message}", file=sys.stderr)
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -63,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _top_level(args, verbs)
     name, rest = args[0], args[1:]
     if name not in verbs:
-        return _fail(f"no verb {name!r}; choose one of {', '.join(sorted(verbs))}", 2)
+        return fail(f"no verb {name!r}; choose one of {', '.join(sorted(verbs))}", 2)
     try:
         return _run_verb(name, verbs[name], rest)
     except ModuleNotFoundError as e:
-        return _fail(_missing(name, e), 1)
+        return fail(_missing(name, e), 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -119,8 +125,3 @@ def _missing(verb: str, error: ModuleNotFoundError) -> str:
     if extra is None:
         return f"{verb} needs the Python package {module}, which is not installed"
     return f"{verb} needs {module}: pip install 'blasst[{extra}]'"
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"blasst: error: {message}", file=sys.stderr)
-    return code

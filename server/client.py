@@ -45,8 +45,12 @@ class ThresholdClient:
     @classmethod
     def of(cls, url: str, token_file: Path | None) -> ThresholdClient:
         """Raises SettingsError for a bad address or an unusable token file."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable or not url.isprintable() or " " in url:
             raise SettingsError(f"url {url!r} must look like http://127.0.0.1:8300")
         return cls(url.rstrip("/"), read_token(token_file) if token_file else "")
 

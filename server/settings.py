@@ -80,9 +80,13 @@ def read_token_digest(path: Path) -> bytes:
 
 
 def default_state_dir(served_port: int) -> Path:
-    """$XDG_STATE_HOME/blasst/<port of vLLM>, so that two servers of one user stay apart."""
+    """$XDG_STATE_HOME/blasst/<port of vLLM>, so that two servers of one user stay apart. Raises
+    SettingsError for a user without a home folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise SettingsError("this user has no home folder; give --state-dir") from None
     return root / "blasst" / str(served_port)
 
 

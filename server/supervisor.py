@@ -1,7 +1,8 @@
 """One child command in a process group of its own: started, signalled, and surely ended.
 
 The group outlives no one: it is killed when the command ends and when time to stop is up, and the
-kernel sends the command SIGTERM if this process dies without a chance to.
+kernel sends the command SIGTERM if this process dies without a chance to. Orphans of the command
+come to us, not to a PID 1 that may never reap them: zombies would keep the group alive for good.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
 _STRAGGLERS_S = 2.0
+_GIVE_UP_S = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -33,6 +36,7 @@ class Supervisor:
         for number in _STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         # Nothing of Python may run between fork and exec when threads exist: start the command
         # before any of them.
         self._child = subprocess.Popen(
@@ -77,13 +81,23 @@ class Supervisor:
         if self._child.poll() is None:
             self._signal_group(signal.SIGKILL)
             self._child.wait()
-        # The command's own children get a moment to end by themselves.
-        deadline = time.monotonic() + _STRAGGLERS_S
-        while self._signal_group(0):
-            if time.monotonic() >= deadline:
-                self._signal_group(signal.SIGKILL)
-                break
+        # The command's own children get a moment to end in order.
+        began = time.monotonic()
+        number: int = signal.SIGTERM
+        while self._signal_group(number):
             time.sleep(_POLL_S)
+            self._reap_orphans()
+            waited = time.monotonic() - began
+            if waited > _GIVE_UP_S:
+                # Not even SIGKILL ends a process that hangs in a driver.
+                return
+            number = 0 if waited < _STRAGGLERS_S else signal.SIGKILL
+
+    def _reap_orphans(self) -> None:
+        """Only once the command itself is waited for: its exit code must not be taken here."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self._child.pid, os.WNOHANG)[0]:
+                pass
 
     def _signal_group(self, number: int) -> bool:
         """Whether there was anybody left to signal."""

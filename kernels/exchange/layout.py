@@ -9,7 +9,8 @@ from blasst.kernels.exchange.stats import Field
 from blasst.kernels.threshold import lambda_to_mag
 
 RANK = "rank"
-"""Page of one rank; labels engine, rank, pid, model_name, impl, first_layer, first_kv_head."""
+"""Page of one rank; labels engine, rank, pid, model_name, impl, first_layer, first_kv_head, and
+refusal: why none of its layers can skip, "" when some can."""
 
 FRONT = "front"
 """Page of one vLLM front end; labels pid, model_name, vllm_version."""

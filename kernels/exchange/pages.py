@@ -21,9 +21,11 @@ from blasst.kernels.exchange.layout import (
     TTFT_BUCKETS_S,
     front_fields,
 )
-from blasst.kernels.exchange.stats import StatsPage, iter_stats
+from blasst.kernels.exchange.stats import Field, StatsPage, iter_stats
 
-_FRONT_SHAPES = {f.name: f.shape for f in front_fields()}
+_FRONT_FIELDS = frozenset(front_fields())
+_RANK_SCALARS = frozenset(Field(name, (1,)) for name in RANK_COUNTERS)
+_FIRST_MAX_DIGITS = 6
 
 
 @dataclass
@@ -125,17 +127,19 @@ def _read(folder: Path) -> tuple[StatsPage, ...]:
 
 
 def _known(page: StatsPage) -> bool:
-    shapes = {f.name: f.shape for f in page.fields}
+    fields = frozenset(page.fields)
+    if len({f.name for f in fields}) != len(page.fields):
+        return False
     if page.kind == FRONT:
-        return all(shapes.get(name) == shape for name, shape in _FRONT_SHAPES.items())
-    tiles = shapes.get("tiles", ())
+        return fields >= _FRONT_FIELDS
+    tiles = next((f for f in fields if f.name == "tiles"), Field("tiles", ()))
+    firsts = [page.labels.get(name, "0") for name in ("first_layer", "first_kv_head")]
     return (
         page.kind == RANK
-        and len(tiles) == 3
-        and tiles[2] == 2
-        and all(shapes.get(name) == (1,) for name in RANK_COUNTERS)
-        and page.labels.get("first_layer", "0").isdecimal()
-        and page.labels.get("first_kv_head", "0").isdecimal()
+        and tiles == Field("tiles", (*tiles.shape[:2], 2))
+        and len(tiles.shape) == 3
+        and fields >= _RANK_SCALARS
+        and all(first.isdecimal() and len(first) <= _FIRST_MAX_DIGITS for first in firsts)
     )
 
 

@@ -37,6 +37,10 @@ class StatsError(Exception):
     """Not a statistics file, of another layout, or never consistent while it was read."""
 
 
+class TornError(StatsError):
+    """The writer died in the middle of an update: the page can never be read again."""
+
+
 @dataclass(frozen=True)
 class Field:
     """One array: its name, shape, and "q" (int64) or "d" (float64)."""
@@ -101,7 +105,9 @@ class StatsWriter:
         try:
             os.fchmod(fd, 0o644)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file.truncate(at + len(header))
+            # Not truncate: on a full disk a hole would kill the engine with SIGBUS when it is
+            # written through the map; this raises OSError here.
+            os.posix_fallocate(fd, 0, at + len(header))
             self._map = mmap.mmap(fd, at + len(header))
             self._map[: _HEAD.size] = _HEAD.pack(MAGIC, len(header), 0)
             self._map[24:32] = _UPDATED.pack(time.time())
@@ -143,12 +149,16 @@ class StatsWriter:
 
     def close(self) -> None:
         """Unmap and remove the file. Safe to call twice."""
-        if self._file.closed:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self._map.close()
-        self._file.close()
+        if not self._file.closed:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        self.detach()
+
+    def detach(self) -> None:
+        """Unmap and leave the file: to readers its counts hold, of a writer that is gone."""
+        if not self._file.closed:
+            self._map.close()
+            self._file.close()
 
     def _step(self) -> None:
         self._sequence += 1
@@ -158,7 +168,7 @@ class StatsWriter:
 def read_stats(path: Path) -> StatsPage:
     """A consistent copy of one file. Raises StatsError; FileNotFoundError when it is gone."""
     try:
-        with open(path, "rb") as f:
+        with open(path, "rb", buffering=0, opener=_open_now) as f:
             size = os.fstat(f.fileno()).st_size
             if not _DATA_AT < size <= _MAX_BYTES:
                 raise StatsError(f"{path.name}: {size} bytes is not a statistics file")
@@ -173,11 +183,7 @@ def read_stats(path: Path) -> StatsPage:
 
 def iter_stats(folder: Path, kind: str | None = None) -> Iterator[StatsPage]:
     """Every readable file of a folder, in name order; unreadable ones are left out."""
-    try:
-        names = sorted(n for n in os.listdir(folder) if n.endswith(SUFFIX) and n[0] != ".")
-    except FileNotFoundError:
-        return
-    for name in names:
+    for name in _names(folder):
         with contextlib.suppress(StatsError, FileNotFoundError):
             page = read_stats(folder / name)
             if kind is None or page.kind == kind:
@@ -188,25 +194,48 @@ def remove_dead(folder: Path, older_than_s: float) -> list[str]:
     """Delete files whose writer is gone and that are older than this; the names deleted."""
     removed = []
     now = time.time()
-    for page in iter_stats(folder):
-        if not page.alive and now - page.updated_at > older_than_s:
-            with contextlib.suppress(OSError):
-                os.unlink(folder / page.name)
-                removed.append(page.name)
+    for name in _names(folder):
+        path = folder / name
+        with contextlib.suppress(StatsError, OSError):
+            try:
+                page = read_stats(path)
+                alive, updated_at = page.alive, page.updated_at
+            except TornError:
+                alive, updated_at = False, path.stat().st_mtime
+            # A stamp from the future is of a clock that was set back since: as old as it is new.
+            if not alive and abs(now - updated_at) > older_than_s:
+                os.unlink(path)
+                removed.append(name)
     return removed
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(n for n in os.listdir(folder) if n.endswith(SUFFIX) and n[0] != ".")
+    except FileNotFoundError:
+        return []
+
+
+def _open_now(path: str, flags: int) -> int:
+    """Without waiting: a named pipe in the folder must not hold up whoever reads the pages."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _consistent(fd: int, size: int, name: str) -> bytes:
     # pread copies outside the map: a page is taken only if the sequence was even and unchanged
-    # around the copy. A writer killed in mid-update leaves an odd one: the data is then torn.
+    # around the copy. A writer killed in mid-update leaves an odd one and no lock.
     for _ in range(_READ_TRIES):
         before = os.pread(fd, 8, 16)
         data = os.pread(fd, size, 0)
         after = os.pread(fd, 8, 16)
         if before == after and len(data) == size and not before[0] & 1:
             return data
+        if before[0] & 1 and _unlocked(fd):
+            raise TornError(f"{name} is torn: its writer died in an update")
         time.sleep(0.0005)
-    raise StatsError(f"{name} was never consistent in {_READ_TRIES} reads: its writer died in one")
+    raise StatsError(
+        f"{name} was never consistent in {_READ_TRIES} reads: its writer hangs in an update"
+    )
 
 
 def _unlocked(fd: int) -> bool:
@@ -223,17 +252,38 @@ def _parse(name: str, data: bytes, alive: bool) -> StatsPage:
     if magic != MAGIC:
         raise StatsError(f"{name} is of another layout: {magic!r}, not {MAGIC!r}")
     try:
-        header = json.loads(data[len(data) - header_bytes :])
-        fields = tuple(Field(n, tuple(s), c) for n, s, c in header["fields"])
-        kind, labels = str(header["kind"]), dict(header["labels"])
-    except (ValueError, KeyError, TypeError) as e:
+        header = json.loads(data[max(_DATA_AT, len(data) - header_bytes) :])
+        fields = tuple(_field(*entry) for entry in header["fields"])
+        kind = _text(header["kind"])
+        labels = {_text(key): _text(value) for key, value in dict(header["labels"]).items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise StatsError(f"{name} has an unreadable header: {e!r}") from e
     arrays: dict[str, Sequence[float]] = {}
     at = _DATA_AT
     for f in fields:
-        if f.code not in ("q", "d") or at + 8 * f.size > len(data) - header_bytes:
+        if at + 8 * f.size > len(data) - header_bytes:
             raise StatsError(f"{name}: field {f.name} does not fit the file")
         arrays[f.name] = struct.unpack_from(f"={f.size}{f.code}", data, at)
         at += 8 * f.size
     (updated_at,) = _UPDATED.unpack_from(data, 24)
+    if not math.isfinite(updated_at):
+        raise StatsError(f"{name} was updated at {updated_at}: not a time")
     return StatsPage(name, kind, labels, fields, arrays, updated_at, alive)
+
+
+def _field(name: object, shape: list[object], code: object) -> Field:
+    sizes = tuple(n for n in shape if isinstance(n, int) and not isinstance(n, bool) and n >= 0)
+    if not isinstance(name, str) or len(sizes) != len(shape):
+        raise ValueError(f"field {name!r} of shape {shape!r}")
+    if code == "q":
+        return Field(name, sizes, "q")
+    if code == "d":
+        return Field(name, sizes, "d")
+    raise ValueError(f"field {name} of type {code!r}")
+
+
+def _text(value: object) -> str:
+    """A label; what UTF-8 cannot hold (a path of other bytes) becomes "?"."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value.encode(errors="replace").decode()

@@ -1,8 +1,9 @@
 "use strict";
 // The status page: one GET of /v1/blasst/status every REFRESH_MS, one PUT from the form.
 
-const REFRESH_MS = 2000;
+const REFRESH_MS = 1000;
 const LATE_MS = 10000;
+const STALE_S = 10; // a front end writes its page every half second
 const HINTS = {
   mag: "lambda = 2^(-MAG/1000): a higher MAG skips less. Usual: 1000 to 14000.",
   lambda: "Natural base, 0 \u2264 lambda < 1; 0 skips nothing. Usual: 0.00001 to 0.5.",
@@ -105,13 +106,14 @@ function showThreshold(status) {
 }
 
 function showFrontEnds(frontEnds) {
+  const state = (f) => !f.alive ? "gone" : f.age_s > STALE_S ? "stale" : "live";
   $("front-ends").tBodies[0].replaceChildren(...frontEnds.map((f) => row([
     [f.name],
-    [f.alive ? "live" : "gone", "state"],
+    [state(f), "state"],
     [f.generation_read],
     [f.generation_stamped],
     [age(f.age_s)],
-  ], f.alive ? "" : "dead")));
+  ], state(f))));
   $("front-ends").hidden = frontEnds.length === 0;
   $("no-front-ends").hidden = frontEnds.length > 0;
 }
@@ -188,7 +190,8 @@ function show(status) {
   showTiles(status.tiles);
   showClasses(status.classes);
   text("refused", status.requests_rejected ? `${status.requests_rejected} requests refused` : "");
-  showError(status.error ? `${status.error}. Setting a threshold repairs it.` : "");
+  showError(status.error);
+  $("main").hidden = false;
 }
 
 async function refresh() {

@@ -1,9 +1,8 @@
-"""Options that several verbs of the server share, and how they report a failure."""
+"""Options that several verbs of the server share."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from blasst.kernels.threshold import SkipThreshold, Unit
@@ -14,12 +13,6 @@ _UNIT_OPTIONS: tuple[tuple[Unit, str, str, str], ...] = (
     ("lambda", "--skip-lambda", "X", "threshold as lambda, natural base, 0 <= X < 1"),
     ("scale", "--scale", "S", "threshold as lambda times the prompt's length in tokens"),
 )
-
-
-def fail(message: object, code: int) -> int:
-    """Print the one line of a failure; the exit code again."""
-    print(f"blasst: error: {message}", file=sys.stderr)
-    return code
 
 
 def add_threshold_options(

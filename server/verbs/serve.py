@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blasst.kernels.exchange.desired import MIN_CONTEXT_MAX
 from blasst.kernels.threshold import SkipThreshold, ThresholdError
+from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
 from blasst.server.verbs import vllm_options
 from blasst.server.verbs.common import (
     add_sidecar_options,
     add_threshold_options,
-    fail,
     threshold_of,
 )
 from blasst.server.verbs.vllm_options import VllmOptions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar
 
 ACCEPTS_UNKNOWN = True
+IMPLS = ("auto", "blackwell", "hopper", "triton", "cpu", "reference")
 Child = tuple[list[str], dict[str, str], float]
 """What a Supervisor needs: command, environment, seconds to stop in."""
 
@@ -35,7 +37,8 @@ examples:
   blasst serve ./model --port 8001 --sidecar-port 8301
 
 exit codes: 2 bad input, found before anything was started: port taken, model folder missing, state
-folder unusable, a conflicting option; otherwise that of vLLM (128 + N if signal N ended it)
+folder unusable, a conflicting option; otherwise that of vLLM (128 + N if signal N ended it), and 1
+where vLLM ended by itself with 0
 """
 
 
@@ -67,7 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let requests of different thresholds share cached prefixes",
     )
-    parser.add_argument("--impl", metavar="IMPL", help="auto (default), cpu, reference, ...")
+    parser.add_argument(
+        "--impl", choices=IMPLS, help="kernels to use; other than auto refuses what it cannot run"
+    )
     parser.add_argument(
         "--stop-timeout",
         type=float,
@@ -128,9 +133,10 @@ def _supervise(sidecar: Sidecar, start: Child) -> int:
         code = child.wait()
     finally:
         child.end()
-    if code and not child.stopping:
-        print(f"blasst: error: vLLM ended by itself with exit code {code}", file=sys.stderr)
-    return code
+    if child.stopping:
+        return code
+    # vLLM exits with 0 when its engine was killed: whoever restarts us must not take that for good.
+    return fail(f"vLLM ended by itself with exit code {code}", code or 1)
 
 
 def _settings(args: argparse.Namespace, served_port: int) -> Settings:
@@ -161,8 +167,10 @@ def _environment(args: argparse.Namespace, settings: Settings) -> dict[str, str]
         raise SettingsError(
             f"VLLM_PLUGINS={plugins!r} keeps the blasst plugin out; add blasst to it or unset it"
         )
-    if args.min_context is not None and args.min_context < 0:
-        raise SettingsError(f"--min-context {args.min_context} must be at least 0 prompt tokens")
+    if args.min_context is not None and not 0 <= args.min_context <= MIN_CONTEXT_MAX:
+        raise SettingsError(
+            f"--min-context {args.min_context} is outside 0..{MIN_CONTEXT_MAX} prompt tokens"
+        )
     given = {
         "VLLM_BLASST_STATE_DIR": settings.state_dir.resolve(),
         "VLLM_BLASST_MIN_CONTEXT": args.min_context,

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
-from blasst.server.verbs.common import add_sidecar_options, fail
+from blasst.server.verbs.common import add_sidecar_options
 
 if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar
@@ -31,9 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir",
         type=Path,
-        default=default_state_dir(_VLLM_PORT),
         metavar="DIR",
-        help="folder shared with vLLM: desired.json and stats/ (default %(default)s)",
+        help="folder shared with vLLM: desired.json and stats/ (default "
+        f"$XDG_STATE_HOME/blasst/{_VLLM_PORT}, as of blasst serve)",
     )
 
 
@@ -43,15 +44,15 @@ def run(args: argparse.Namespace) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
 
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     sidecar: Sidecar | None = None
     try:
-        settings = Settings(args.state_dir, args.host, args.port, args.token_file)
+        state_dir = args.state_dir or default_state_dir(_VLLM_PORT)
+        settings = Settings(state_dir, args.host, args.port, args.token_file)
         from blasst.server.sidecar import Sidecar
 
         sidecar = Sidecar(settings)
         sidecar.prepare(dead_pages_older_than_s=_DAY_S)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, stop)
         sidecar.start()
         print(f"blasst sidecar: {sidecar.url} state {settings.state_dir}", flush=True)
         while sidecar.running and not stopped.wait(0.5):
@@ -61,4 +62,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if sidecar is not None:
             sidecar.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0 if stopped.is_set() else fail("the sidecar's server stopped by itself", 1)

