@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
-K_MAJOR = warpgroup.OperandMajorMode.K
-MN_MAJOR = warpgroup.OperandMajorMode.MN
+K_MAJOR = cute.nvgpu.OperandMajorMode.K
+MN_MAJOR = cute.nvgpu.OperandMajorMode.MN
 
 
 def warpgroup_mma(dtype, columns: int, b_major, a_in_registers: bool) -> cute.TiledMma:

@@ -1,4 +1,4 @@
-"""A ring of shared-memory stages; visit i uses stage i % stages. Full and empty mbarriers guard it."""
+"""A ring of shared-memory stages, guarded by full and empty mbarriers; visit i uses i % stages."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Ring:
         return self.barriers + self.stage(visit)
 
     def acquire(self, visit: Int32) -> cute.Pointer:
-        """Producer warp: waits for the empty stage, announces its bytes, returns the full barrier."""
+        """Producer warp: waits for the empty stage, announces its bytes; returns its barrier."""
         stage = self.stage(visit)
         cute.arch.mbarrier_wait(
             self.barriers + self.stages + stage, ((visit // self.stages) & 1) ^ 1

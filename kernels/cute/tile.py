@@ -53,6 +53,4 @@ def make_tile(
     if rows <= 0:
         key_end = Int32(0)
     n_blocks = (key_end + tile_n - 1) // tile_n
-    return Tile(
-        q_start, row, rows, key_start, seqlen_k, context, n_blocks, full_end // tile_n
-    )
+    return Tile(q_start, row, rows, key_start, seqlen_k, context, n_blocks, full_end // tile_n)

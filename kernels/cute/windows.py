@@ -26,7 +26,10 @@ def make_window_atom(
     """TMA atom and coordinate tensor for windows of `rows`, as wide as its columns."""
     columns = rows.shape[1]
     layout = cute.select(tile_layout(window, columns, 1, rows_of_tile), mode=[0, 1])
-    return cpasync.make_tiled_tma_atom(op, window_view(rows, window), layout, (window, columns))
+    atom, coordinates = cpasync.make_tiled_tma_atom(
+        op, window_view(rows, window), layout, (window, columns)
+    )
+    return atom, coordinates
 
 
 @cute.jit

@@ -29,25 +29,23 @@ def prefill(
     max_seqlen_q: query rows of the longest request or more; skip_lambda is read on the device when
     the kernel runs.
     """
-    from blasst.kernels.hopper.compile import compile_prefill
-
     reasons = layout_reasons({"q": q, "k": kv.k, "v": kv.v, "out": out})
     if reasons:
         raise UnsupportedError(reasons)
+    from blasst.kernels.hopper.compile import compile_prefill
+
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     if max_seqlen_q == 0 or q.shape[0] == 0:
         return lse
-    paged = isinstance(kv, PagedKV)
-    run_prefill = compile_prefill(
-        Config(
-            dtype=str(q.dtype).removeprefix("torch."),
-            head_dim=q.shape[2],
-            causal=causal,
-            page_size=kv.k.shape[1] if paged else 0,
-            vote=skip_lambda is not None,
-            count=skip_lambda is not None and counters is not None,
-        )
+    config = config_for(
+        str(q.dtype).removeprefix("torch."),
+        q.shape[2],
+        causal=causal,
+        page_size=kv.k.shape[1] if isinstance(kv, PagedKV) else 0,
+        vote=skip_lambda is not None,
+        count=skip_lambda is not None and counters is not None,
     )
+    run_prefill = compile_prefill(config)
     run_prefill(
         q,
         kv.k,
@@ -65,12 +63,22 @@ def prefill(
     return lse
 
 
+def config_for(
+    dtype: str, head_dim: int, *, causal: bool, page_size: int, vote: bool, count: bool
+) -> Config:
+    """The fastest of the measured configurations. page_size 0 = ragged keys."""
+    # Taking turns costs 7% without a vote and gains up to 4% where most blocks are skipped.
+    turn = "issue" if vote else "none"
+    return Config(dtype, head_dim, causal, page_size, vote, count, turn=turn)
+
+
 def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:
     """Why the copy engine cannot reach a tensor; empty: it can."""
     reasons = []
     for name, t in tensors.items():
         if t.stride(-1) != 1:
             reasons.append(f"{name} has stride {t.stride(-1)} along head_dim, it must be 1")
+            continue
         units = COPY_BYTES // t.element_size()
         if t.data_ptr() % COPY_BYTES or any(s % units for s in t.stride()[:-1]):
             reasons.append(

@@ -52,7 +52,7 @@ def load_blocks(
     smem: cute.Tensor,
     ring: Ring,
     tile: Tile,
-    place: tuple,
+    place: tuple[int, Int32, cute.Tensor | None],
 ) -> None:
     """Its share of all blocks of keys or values that the tile visits.
 

@@ -1,6 +1,6 @@
-"""The kernel: a producer warpgroup and 2 or 3 consumer warpgroups compute one tile of query rows."""
+"""The kernel: a producer warpgroup and two or three consumers compute one tile of query rows."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -38,9 +38,18 @@ class Arrays(NamedTuple):
     lse: cute.Tensor
     cu_seqlens_q: cute.Tensor
     key_lengths: cute.Tensor
-    page_table: cute.Tensor | None
-    skip_lambda: cute.Tensor | None
-    counters: cute.Tensor | None
+    page_table: Any  # None, like the next two, when the Config has no use for it
+    skip_lambda: Any
+    counters: Any
+
+
+class Place(NamedTuple):
+    """What a thread block computes: rows from `row` on of one q head of one request."""
+
+    head: Int32
+    kv_head: Int32
+    request: Int32
+    row: Int32
 
 
 class Shared(NamedTuple):
@@ -115,27 +124,26 @@ class HopperPrefill:
         in_group, m_reversed, slot = cute.arch.block_idx()
         group_size, m_blocks, _ = cute.arch.grid_dim()
         kv_head, request = slot % num_kv_heads, slot // num_kv_heads
-        head = kv_head * group_size + in_group
         # The longest tiles of a causal prompt start first.
         row = (m_blocks - 1 - m_reversed) * config.tile_m
+        place = Place(kv_head * group_size + in_group, kv_head, request, row)
         tile = self.tile_at(arrays, request, row, config.tile_m)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self.allocate(warp)
         if warp < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if tile.rows > 0:
-                self.produce(arrays, shared, tile, warp, (head, kv_head, request))
+                self.produce(arrays, shared, tile, warp, place)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             if tile.rows > 0:
                 group = warp // (WARPGROUP // WARP) - 1
-                place = (head, kv_head, request, row)
                 self.consume(arrays, shared, tile.n_blocks, group, place, scale_log2)
 
     @cute.jit
     def tile_at(self, arrays: Arrays, request: Int32, row: Int32, tile_m: int) -> Tile:
         config = self.config
-        return make_tile(
+        tile: Tile = make_tile(
             arrays.cu_seqlens_q,
             arrays.key_lengths,
             request,
@@ -145,6 +153,7 @@ class HopperPrefill:
             config.causal,
             config.page_size == 0,
         )
+        return tile
 
     @cute.jit
     def allocate(self, warp: Int32) -> Shared:
@@ -178,25 +187,23 @@ class HopperPrefill:
 
     @cute.jit
     def produce(
-        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: tuple
+        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
     ) -> None:
-        config = self.config
-        head, kv_head, request = place
-        pages = None
-        if cutlass.const_expr(config.page_size > 0):
-            pages = arrays.page_table[request, None]
         if warp == 0:
-            load_queries(config, arrays.q, shared.q, shared.q_full, tile, head)
+            load_queries(self.config, arrays.q, shared.q, shared.q_full, tile, place.head)
         if tile.n_blocks > 0:
-            self.produce_blocks(arrays, shared, tile, warp, (kv_head, pages))
+            self.produce_blocks(arrays, shared, tile, warp, place)
 
     @cute.jit
     def produce_blocks(
-        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: tuple
+        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
     ) -> None:
         config = self.config
+        pages = None
+        if cutlass.const_expr(config.page_size > 0):
+            pages = arrays.page_table[place.request, None]
         for loader in cutlass.range_constexpr(config.loaders):
-            mine = (loader, *place)
+            mine = (loader, place.kv_head, pages)
             if warp == loader:
                 load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine)
             if warp == config.loaders + loader:
@@ -209,16 +216,15 @@ class HopperPrefill:
         shared: Shared,
         visits: Int32,
         group: Int32,
-        place: tuple,
+        place: Place,
         scale_log2: Float32,
     ) -> None:
         config = self.config
-        head, kv_head, request, row = place
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        tile = self.tile_at(arrays, request, row + group * ROWS, ROWS)
+        tile = self.tile_at(arrays, place.request, place.row + group * ROWS, ROWS)
         floor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         if cutlass.const_expr(config.vote):
-            log2_lambda = cute.math.log2(arrays.skip_lambda[request], fastmath=True)
+            log2_lambda = cute.math.log2(arrays.skip_lambda[place.request], fastmath=True)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 exists = first_row(thread) + 8 * r < tile.rows
                 floor[r] = log2_lambda if exists else Float32.inf
@@ -239,12 +245,11 @@ class HopperPrefill:
         cute.arch.mbarrier_wait(shared.q_full + group, 0)
         skipped = consumer.attend()
         if tile.rows > 0:
-            store_output(consumer, arrays.out, shared.q[None, None, group], arrays.lse, head)
+            own_rows = shared.q[None, None, group]
+            store_output(consumer, arrays.out, own_rows, arrays.lse, place.head)
         if cutlass.const_expr(config.count):
-            if thread == 0:
-                at = arrays.counters.iterator + kv_head * 2
-                cute.arch.atomic_add(at, Int64(tile.n_blocks))
-                cute.arch.atomic_add(at + 1, Int64(skipped))
+            at = arrays.counters.iterator + place.kv_head * 2
+            count_blocks(at, tile.n_blocks, skipped, thread)
 
     @cute.jit
     def operands(self, shared: Shared, group: Int32) -> Operands:
@@ -264,6 +269,14 @@ class HopperPrefill:
             cute.make_rmem_tensor(qk.partition_shape_C((ROWS, config.tile_n)), Float32),
             cute.make_rmem_tensor(pv.partition_shape_C((ROWS, config.head_dim)), Float32),
         )
+
+
+@cute.jit
+def count_blocks(at: cute.Pointer, visited: Int32, skipped: Int32, thread: Int32) -> None:
+    """Adds a warpgroup's numbers to the pair of its kv head."""
+    if thread == 0:
+        cute.arch.atomic_add(at, Int64(visited))
+        cute.arch.atomic_add(at + 1, Int64(skipped))
 
 
 def select(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:

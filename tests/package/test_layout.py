@@ -31,7 +31,11 @@ NEEDS_VLLM = {
     "blasst.plugin.stat_logger",
 }
 
-DEVICE_CODE = ("blasst.kernels.triton.device",)
+DEVICE_CODE = (
+    "blasst.kernels.triton.device",
+    "blasst.kernels.cute.",
+    *(f"blasst.kernels.hopper.{m}" for m in ("compile", "consume", "epilogue", "load", "prefill")),
+)
 """Modules that hold kernels; the launch module beside each loads them on demand."""
 
 

@@ -1,4 +1,4 @@
-"""Small problems for the Triton kernel, which runs here under Triton's interpreter on the CPU."""
+"""Small problems for the Triton kernel: on a GPU, or interpreted on the CPU (float16 only)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from blasst.kernels.testing import paged
 from blasst.kernels.types import Geometry, PagedKV, RaggedKV
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Read by triton.jit when the kernel's module is imported, so before any test.
-if not torch.cuda.is_available():
+if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -44,21 +46,9 @@ class Inputs:
         return RaggedKV(self.k, self.v, self.cu_seqlens_k)
 
     def paged(self, page_size: int) -> PagedKV:
-        """The same keys in shuffled pages of a cache [2, pages, ...] whose unused rows are NaN."""
-        lengths = self.cu_seqlens_k.diff()
-        pages = [-(-int(n) // page_size) for n in lengths]
-        spare = 3
-        cache = torch.full(
-            (2, sum(pages) + spare, page_size, *self.k.shape[1:]), torch.nan, dtype=self.k.dtype
-        )
-        order = torch.randperm(sum(pages), dtype=torch.int32) + spare
-        table = torch.full((len(pages), max(pages) + 1), 2**30, dtype=torch.int32)
-        for b, (n, start) in enumerate(zip(pages, self.cu_seqlens_k.tolist(), strict=False)):
-            table[b, :n], order = order[:n], order[n:]
-            for i in range(int(lengths[b])):
-                at = int(table[b, i // page_size]), i % page_size
-                cache[0][at], cache[1][at] = self.k[start + i], self.v[start + i]
-        return PagedKV(cache[0], cache[1], table, lengths.int())
+        """The same keys in shuffled pages of a cache whose unused rows are NaN."""
+        cpu = RaggedKV(*(t.cpu() for t in vars(self.ragged).values()))
+        return PagedKV(*(t.to(DEVICE) for t in vars(paged(cpu, page_size)).values()))
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -79,7 +69,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         for head in range(case.num_kv_heads):
             for n in torch.randperm(candidates)[: round(case.low * candidates)].tolist():
                 k[start + n * tile_n : start + (n + 1) * tile_n, head, 0] -= 12.0
-    return Inputs(q.to(case.dtype), k.to(case.dtype), v.to(case.dtype), cu_q, cu_k)
+    q, k, v = (t.to(DEVICE, case.dtype) for t in (q, k, v))
+    return Inputs(q, k, v, cu_q.to(DEVICE), cu_k.to(DEVICE))
 
 
 @pytest.fixture
