@@ -13,8 +13,8 @@ ROWS = 64  # of a warpgroup's matrix product, and of its vote
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    warpgroups: consumers, each with ROWS query rows. turn: when one lets the next one issue its
-    products: "none" = no turns, "issue" = once its own are issued, "scores" = once S is there.
+    warpgroups: consumers, each with ROWS query rows. q_in_registers: Q is read from shared memory
+    once and not by every product.
     """
 
     dtype: str
@@ -26,7 +26,7 @@ class Config:
     warpgroups: int = 2
     tile_n: int = 128
     stages: int = 2
-    turn: str = "issue"
+    q_in_registers: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -74,6 +74,3 @@ class Config:
     def group_barrier(self, group: int) -> int:
         """Named barrier of one consumer warpgroup; 0 is the whole block's."""
         return 1 + group
-
-    def turn_barrier(self, group: int) -> int:
-        return 1 + self.warpgroups + group

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from blasst.kernels.cute.fragment import (
     ROWS_PER_THREAD,
@@ -58,6 +58,14 @@ class Consumer:
     floor: cute.Tensor
 
     @cute.jit
+    def read_queries(self, rows: cute.Tensor) -> None:
+        """The warpgroup's rows from shared memory into the fragment q."""
+        o = self.operands
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), rows.element_type)
+        copy = cute.make_tiled_copy_A(atom, o.mma_qk).get_slice(self.thread)
+        cute.copy(atom, copy.partition_S(rows), copy.retile(o.q))
+
+    @cute.jit
     def attend(self) -> Int32:
         """acc = unnormalised output of the tile; returns the number of skipped blocks."""
         lead = self.visits - self.tile.n_blocks
@@ -84,8 +92,6 @@ class Consumer:
     @cute.jit
     def pass_by(self, i: Int32) -> None:
         """A block that only later rows of the thread block see."""
-        self.await_turn()
-        self.pass_turn(self.config.turn)
         self.keys.wait(i)
         self.keys.release(i)
         self.values.wait(i)
@@ -95,11 +101,8 @@ class Consumer:
     def visit_first(self, i: Int32) -> None:
         """The first visited block: never skipped, no product to overlap with."""
         self.keys.wait(i)
-        self.await_turn()
         self.issue_qk(i)
-        self.pass_turn("issue")
         warpgroup.wait_group(0)
-        self.pass_turn("scores")
         self.keys.release(i)
         self.mask(self.visits - 1 - i)
         o = self.operands
@@ -111,19 +114,15 @@ class Consumer:
         """Visit i > 0; keep: the previous block was kept. Returns whether this one is."""
         o = self.operands
         self.keys.wait(i)
-        self.await_turn()
         # S = Q @ K.T
         self.issue_qk(i)
         self.values.wait(i - 1)
         if keep:
             # O += P @ V, of the previous block
             self.issue_pv(i - 1)
-            self.pass_turn("issue")
             warpgroup.wait_group(1)
         else:
-            self.pass_turn("issue")
             warpgroup.wait_group(0)
-        self.pass_turn("scores")
         self.keys.release(i)
         if cutlass.const_expr(masked):
             self.mask(self.visits - 1 - i)
@@ -178,22 +177,3 @@ class Consumer:
                     reach = cutlass.min(reach, self.tile.context + row + 1 - first_key)
                 for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
                     rows[r, c] = rows[r, c] if column(c) < reach else -Float32.inf
-
-    @cute.jit
-    def await_turn(self) -> None:
-        if cutlass.const_expr(self.config.turn != "none"):
-            cute.arch.barrier(
-                barrier_id=self.config.turn_barrier(self.group), number_of_threads=2 * WARPGROUP
-            )
-
-    def pass_turn(self, when: str) -> None:
-        """Lets the next warpgroup issue, if this is when the Config does so."""
-        if when == self.config.turn:
-            self.give_turn((self.group + 1) % self.config.warpgroups)
-
-    @cute.jit
-    def give_turn(self, group: Int32) -> None:
-        if cutlass.const_expr(self.config.turn != "none"):
-            cute.arch.barrier_arrive(
-                barrier_id=self.config.turn_barrier(group), number_of_threads=2 * WARPGROUP
-            )

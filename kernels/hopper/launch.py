@@ -67,9 +67,7 @@ def config_for(
     dtype: str, head_dim: int, *, causal: bool, page_size: int, vote: bool, count: bool
 ) -> Config:
     """The fastest of the measured configurations. page_size 0 = ragged keys."""
-    # Taking turns costs 7% without a vote and gains up to 4% where most blocks are skipped.
-    turn = "issue" if vote else "none"
-    return Config(dtype, head_dim, causal, page_size, vote, count, turn=turn)
+    return Config(dtype, head_dim, causal, page_size, vote, count)
 
 
 def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:

@@ -27,6 +27,7 @@ class Call:
     causal: bool
     skip_lambda: torch.Tensor | None
     geometry: Geometry
+    cu_seqlens_q: torch.Tensor
 
     @property
     def num_kv_heads(self) -> int:
@@ -39,7 +40,7 @@ class Call:
         lse = prefill(
             self.q,
             self.kv,
-            cumulative([q for q, _ in self.seqlens]).cuda(),
+            self.cu_seqlens_q,
             out,
             max_seqlen_q=max(q for q, _ in self.seqlens),
             softmax_scale=self.q.shape[2] ** -0.5,
@@ -54,7 +55,7 @@ class Call:
         want = reference_attention(
             self.q,
             self.kv,
-            cumulative([q for q, _ in self.seqlens]).cuda(),
+            self.cu_seqlens_q,
             spec=AttentionSpec(causal=self.causal, geometry=self.geometry),
             skip_lambda=self.skip_lambda,
         )
@@ -104,6 +105,7 @@ def make_call(
         causal,
         lambdas if vote else None,
         Geometry(64, 128),
+        cumulative([n for n, _ in seqlens]).cuda(),
     )
 
 

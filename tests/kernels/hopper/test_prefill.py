@@ -48,7 +48,7 @@ def test_shapes(
     make: Make, head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
     options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "dtype": dtype}
-    call = make(((300, 900), (77, 77)), head_dim=head_dim, page_size=16, **options)
+    call = make(((300, 3000), (77, 77)), head_dim=head_dim, page_size=16, **options)
     assert call.check()[:, 1].sum() > 0
 
 
