@@ -87,7 +87,7 @@ def contender(x: Inputs, name: str) -> Callable[[], Any]:
     """fa4, sdpa; dense or vote of hopper or triton: hopper-vote, hopper-vote-page16."""
     shape = x.shape
     scale = shape.head_dim**-0.5
-    whole = [t.unflatten(0, (shape.batch, -1)) for t in (x.q, x.kv.k, x.kv.v)]
+    whole = [t.view(shape.batch, -1, *t.shape[1:]) for t in (x.q, x.kv.k, x.kv.v)]
     if name == "fa4":
         from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -131,7 +131,8 @@ def measure(x: Inputs, names: list[str], rounds: int) -> list[dict[str, Any]]:
         skips[name] = skipped / visited if visited else None
     for _ in range(rounds):
         for name, call in calls.items():
-            start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             call()
             end.record()

@@ -13,8 +13,7 @@ ROWS = 64  # of a warpgroup's matrix product, and of its vote
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    warpgroups: consumers, each with ROWS query rows. q_in_registers: Q is read from shared memory
-    once and not by every product.
+    warpgroups: consumers, each with ROWS query rows.
     """
 
     dtype: str
@@ -26,7 +25,6 @@ class Config:
     warpgroups: int = 2
     tile_n: int = 128
     stages: int = 2
-    q_in_registers: bool = False
 
     @property
     def tile_m(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from blasst.kernels.cute.fragment import (
     ROWS_PER_THREAD,
@@ -56,14 +56,6 @@ class Consumer:
     operands: Operands
     softmax: Softmax
     floor: cute.Tensor
-
-    @cute.jit
-    def read_queries(self, rows: cute.Tensor) -> None:
-        """The warpgroup's rows from shared memory into the fragment q."""
-        o = self.operands
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), rows.element_type)
-        copy = cute.make_tiled_copy_A(atom, o.mma_qk).get_slice(self.thread)
-        cute.copy(atom, copy.partition_S(rows), copy.retile(o.q))
 
     @cute.jit
     def attend(self) -> Int32:

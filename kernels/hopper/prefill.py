@@ -241,8 +241,6 @@ class HopperPrefill:
             floor,
         )
         cute.arch.mbarrier_wait(shared.q_full + group, 0)
-        if cutlass.const_expr(config.q_in_registers):
-            consumer.read_queries(shared.q[None, None, group])
         skipped = consumer.attend()
         if tile.rows > 0:
             own_rows = shared.q[None, None, group]
@@ -254,14 +252,11 @@ class HopperPrefill:
     @cute.jit
     def operands(self, shared: Shared, group: Int32) -> Operands:
         config = self.config
-        mma_qk = warpgroup_mma(self.dtype, config.tile_n, K_MAJOR, config.q_in_registers)
+        mma_qk = warpgroup_mma(self.dtype, config.tile_n, K_MAJOR, False)
         mma_pv = warpgroup_mma(self.dtype, config.head_dim, MN_MAJOR, True)
         # Descriptors are per warpgroup: the slice of its first thread.
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        if cutlass.const_expr(config.q_in_registers):
-            q = qk.make_fragment_A(qk.partition_shape_A((ROWS, config.head_dim)))
-        else:
-            q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, group]
+        q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, group]
         return Operands(
             mma_qk,
             mma_pv,

@@ -22,7 +22,7 @@ PAGE_SIZES = (0, 16, 32, 64, 128, 256)
 CONFIGS = [
     config_for("bfloat16", head_dim, causal=True, page_size=page, vote=vote, count=vote)
     for head_dim, page, vote in product((64, 128), PAGE_SIZES, (True, False))
-]
+] + [Config("bfloat16", 64, True, page, True, True, warpgroups=3) for page in PAGE_SIZES]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
