@@ -20,12 +20,17 @@ from blasst.kernels.tiles import blocks, key_end, mask_scores, partial_blocks, v
 from blasst.kernels.types import LN_2, LOG2_E
 from blasst.kernels.workers import run_all
 
-DENSE_SCORES = 1 << 19
+DENSE_SCORES = 1 << 20
 """Scores of one dense chunk, all heads of a group: 2 MiB was the best of 0.5 to 8 on a Zen 5."""
 
 NOTHING_SEEN = torch.finfo(torch.float32).min
 """The running max of a row that has seen no key. Finite: minus it, a hidden score stays -inf, so
 such a row votes skip and adds 0, and no NaN arises."""
+
+SUM_RANGE = (2.0**-60, 2.0**64)
+"""A row sum of exp2(score) in here lost nothing to overflow or underflow although no maximum was
+taken off, which saves a pass over the scores (two without a vote). Outside, the tile is computed
+again the usual way, and so are the head's later ones."""
 
 VOTE_SCORES = 1 << 20
 """Scores of one chunk with a vote: larger, so that the kept blocks make large matmuls."""
@@ -43,7 +48,8 @@ class _Head:
     """One kv head of a request: its keys and values, made by the first tile that needs them.
 
     k, v: float32 [seqlen_k rounded up to whole blocks, head_dim], zeros at the end.
-    log2_lambda: None = no vote. skipped: blocks skipped by the tiles that are done.
+    log2_lambda: None = no vote. skipped: blocks skipped by the tiles that are done. shifted:
+    whether scores need the running max taken off before exp2 (see SUM_RANGE).
     """
 
     def __init__(self, call: Call, request: Request, maps: _Maps, kv_head: int) -> None:
@@ -52,6 +58,7 @@ class _Head:
         log2_lambda = None if call.log2_lambda is None else call.log2_lambda[request.index]
         self.log2_lambda = None if log2_lambda == -math.inf else log2_lambda
         self.skipped = 0
+        self.shifted = False
         self._lock = threading.Lock()
         self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._open = maps.visited.shape[1]
@@ -82,7 +89,8 @@ class _Row:
 
     q: float32 [group, rows, head_dim], scaled so that scores are in log2 units; maximum, row_sum:
     [group, rows]; acc: like q. visited, partial: bool [group, n_blocks], None = all, none.
-    first: [group, 1], the block that each head visits first.
+    first: [group, 1], the block that each head visits first. shifted: row_sum and acc are relative
+    to 2 ** maximum; else they are absolute.
     """
 
     q: torch.Tensor
@@ -96,6 +104,7 @@ class _Row:
     visited: torch.Tensor | None
     partial: torch.Tensor | None
     first: torch.Tensor
+    shifted: bool
     skipped: int = 0
 
 
@@ -138,6 +147,23 @@ def _tiles(
 
 
 def _tile(head: _Head, m: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+    row = _attend(head, m)
+    if not row.shifted:
+        low, high = row.row_sum.aminmax()
+        if not (SUM_RANGE[0] <= float(low) and float(high) <= SUM_RANGE[1]):
+            head.shifted = True
+            row = _attend(head, m)
+    row.acc /= row.row_sum.masked_fill(row.row_sum == 0, 1.0)[..., None]
+    at = slice(head.request.q_start + row.rows.start, head.request.q_start + row.rows.stop)
+    span = slice(row.heads.start, row.heads.stop)
+    out[at, span] = row.acc.transpose(0, 1).to(out.dtype)
+    exponent = row.row_sum.log2()
+    lse[span, at] = (exponent + row.maximum if row.shifted else exponent) * LN_2
+    head.done(row.skipped)
+
+
+def _attend(head: _Head, m: int) -> _Row:
+    """The whole softmax of one tile, from the diagonal to the left."""
     row = _start(head, m)
     end = key_end(head.call, head.request, row.rows.stop)
     chunk = _chunk_keys(head, row, end)
@@ -147,12 +173,7 @@ def _tile(head: _Head, m: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         if row.visited is None or bool(row.visited[:, span].any()):
             _accumulate(head, row, _scores(head, row, start, end), span)
         end = start
-    row.acc /= row.row_sum.masked_fill(row.row_sum == 0, 1.0)[..., None]
-    at = slice(head.request.q_start + row.rows.start, head.request.q_start + row.rows.stop)
-    span = slice(row.heads.start, row.heads.stop)
-    out[at, span] = row.acc.transpose(0, 1).to(out.dtype)
-    lse[span, at] = (row.maximum + row.row_sum.log2()) * LN_2
-    head.done(row.skipped)
+    return row
 
 
 def _start(head: _Head, m: int) -> _Row:
@@ -181,6 +202,7 @@ def _start(head: _Head, m: int) -> _Row:
         visited=None if partial_map is None else visited,
         partial=partial_map,
         first=torch.where(visited, torch.arange(visited.shape[1]), -1).amax(1, keepdim=True),
+        shifted=head.shifted,
     )
 
 
@@ -220,9 +242,8 @@ def _scores(head: _Head, row: _Row, start: int, end: int) -> torch.Tensor:
 def _accumulate(head: _Head, row: _Row, scores: torch.Tensor, span: slice) -> None:
     """The running softmax over one chunk: O += P @ V for the blocks that are kept."""
     kept = None if row.visited is None else row.visited[:, span]
-    if head.log2_lambda is None:
-        maximum = torch.maximum(row.maximum, scores.amax(-1))
-    else:
+    maximum = row.maximum
+    if head.log2_lambda is not None:
         maximum, votes = _vote(head.log2_lambda, row, scores, span)
         skips = votes & (torch.arange(span.start, span.stop) != row.first)
         if kept is not None:
@@ -231,19 +252,24 @@ def _accumulate(head: _Head, row: _Row, scores: torch.Tensor, span: slice) -> No
         row.skipped += skipped
         if skipped:
             kept = ~skips if kept is None else kept & ~skips
-    rescale = torch.exp2(row.maximum - maximum)
-    row.row_sum *= rescale
-    row.acc *= rescale[..., None]
+    elif row.shifted:
+        maximum = torch.maximum(row.maximum, scores.amax(-1))
+    if row.shifted:
+        rescale = torch.exp2(row.maximum - maximum)
+        row.row_sum *= rescale
+        row.acc *= rescale[..., None]
     row.maximum = maximum
+    shift = maximum if row.shifted else None
     v = row.v[span.start * head.tile_n : span.stop * head.tile_n]
     if kept is None or bool(kept.all()):
-        _add(scores, maximum, row.row_sum, row.acc, v)
+        _add(scores, shift, row.row_sum, row.acc, v)
     elif bool((kept == kept[0]).all()):
-        _add_kept(scores, maximum, (row.row_sum, row.acc), v, kept[0])
+        _add_kept(scores, shift, (row.row_sum, row.acc), v, kept[0])
     else:
         for g in range(kept.shape[0]):
             state = row.row_sum[g : g + 1], row.acc[g : g + 1]
-            _add_kept(scores[g : g + 1], maximum[g : g + 1], state, v, kept[g])
+            shift_g = None if shift is None else shift[g : g + 1]
+            _add_kept(scores[g : g + 1], shift_g, state, v, kept[g])
 
 
 def _vote(
@@ -260,7 +286,7 @@ def _vote(
 
 def _add_kept(
     scores: torch.Tensor,
-    maximum: torch.Tensor,
+    shift: torch.Tensor | None,
     state: tuple[torch.Tensor, torch.Tensor],
     v: torch.Tensor,
     kept: torch.Tensor,
@@ -271,17 +297,17 @@ def _add_kept(
         group, rows, _ = scores.shape
         blocked = scores.view(group, rows, kept.numel(), -1)
         v_kept = v.view(kept.numel(), -1, v.shape[1]).index_select(0, index).flatten(0, 1)
-        _add(blocked.index_select(2, index).flatten(2), maximum, *state, v_kept)
+        _add(blocked.index_select(2, index).flatten(2), shift, *state, v_kept)
 
 
 def _add(
     scores: torch.Tensor,
-    maximum: torch.Tensor,
+    shift: torch.Tensor | None,
     row_sum: torch.Tensor,
     acc: torch.Tensor,
     v: torch.Tensor,
 ) -> None:
-    p = scores.sub_(maximum[..., None]).exp2_()
+    p = (scores if shift is None else scores.sub_(shift[..., None])).exp2_()
     row_sum += p.sum(-1)
     # O += P @ V
     acc += _matmul(p.flatten(0, 1), v.t()).view_as(acc)

@@ -26,7 +26,7 @@ from blasst.kernels.exchange.layout import (
     ttft_bucket,
 )
 from blasst.kernels.exchange.stats import StatsWriter, iter_stats
-from blasst.kernels.threshold import lambda_to_mag
+from blasst.kernels.threshold import SkipThreshold, lambda_to_mag
 from blasst.plugin.admission import AdmissionError, Deployment, Wish, decide, parse_wish
 from blasst.plugin.log import logger
 from blasst.plugin.settings import Settings
@@ -76,6 +76,17 @@ class FrontEnd:
         except AdmissionError:
             self._reject()
             raise
+
+    def wish_of_streamed(self, wish: Wish) -> Wish:
+        """Dense, whatever the deployment wants: lambda is fixed for a whole prefill, and a prompt
+        that is still coming has no final length. Raises AdmissionError for a threshold, counted."""
+        if isinstance(wish, SkipThreshold):
+            self._reject()
+            raise AdmissionError(
+                f"{wish} cannot hold for streamed input, whose prompt has no final length; send "
+                "it without blasst_*, or the prompt as a whole"
+            )
+        return "off"
 
     def admit(self, wish: Wish, prompt_tokens: int) -> Stamp:
         """The stamp of a request. Raises AdmissionError, counted."""

@@ -100,10 +100,9 @@ def _admit(stock: Method) -> Method:
 
 
 def _stamp(front: FrontEnd, wish: Wish, request: Any) -> None:
-    if getattr(request, "resumable", False):
-        # Its prompt is not final yet, and lambda is fixed for a whole prefill.
-        wish = "off"
     try:
+        if getattr(request, "resumable", False):
+            wish = front.wish_of_streamed(wish)
         stamp = front.admit(wish, _prompt_tokens(request))
     except AdmissionError as e:
         raise _refused(e) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from blasst.server.headers import SecurityHeaders
 from blasst.server.metrics import MetricsPage
 from blasst.server.problems import Problem
 from blasst.server.settings import Settings, probe_writable
+
+BODY_TIMEOUT_S = 10.0
+"""Bodies are small; one that never ends must not hold its connection for ever."""
 
 _STATIC = Path(__file__).parent / "static"
 _PAGE_FILES = {
@@ -64,7 +68,11 @@ def create_app(settings: Settings, control: ControlService, collector: PagesColl
 async def _change(
     request: Request,
 ) -> tuple[models.ThresholdChange, SkipThreshold | None]:
-    return models.parse_change(await request.body(), request.headers.get("content-type", ""))
+    try:
+        body = await asyncio.wait_for(request.body(), BODY_TIMEOUT_S)
+    except TimeoutError:
+        raise Problem(408, "too-slow", f"The body took over {BODY_TIMEOUT_S:g} s.") from None
+    return models.parse_change(body, request.headers.get("content-type", ""))
 
 
 def _add_control(app: FastAPI, control: ControlService, collector: PagesCollector) -> None:

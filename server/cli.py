@@ -35,6 +35,8 @@ _EXTRAS = {
     "httpx": "evals",
     "jinja2": "evals",
     "tokenizers": "evals",
+    "gguf": "evals",
+    "numpy": "evals",
     "transformers": "evals",
     "wonderwords": "evals",
     "torch": "cpu",
@@ -80,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left (`| head`); Python would complain again while closing it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as e:
+        return fail(e, 1)
 
 
 def _top_level(args: Sequence[str], verbs: dict[str, EntryPoint]) -> int:

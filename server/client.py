@@ -16,6 +16,7 @@ from blasst.kernels.threshold import SkipThreshold
 from blasst.server.settings import SettingsError, read_token
 
 PATH = "/v1/blasst/threshold"
+_SHOWN = {"generation", "threshold", "lambda", "converged", "front_ends"}
 _TIMEOUT_S = 10.0
 _MAX_ANSWER_BYTES = 4 << 20
 
@@ -105,7 +106,7 @@ class ThresholdClient:
             raise ApiError(0, f"no sidecar answers at {self.url}: {e.reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise ApiError(0, f"no usable answer from {self.url}: {e}") from None
-        if not isinstance(state, dict) or not {"generation", "converged"} <= state.keys():
+        if not isinstance(state, dict) or not state.keys() >= _SHOWN:
             raise ApiError(0, f"what answers at {self.url} is not a blasst sidecar")
         return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -16,6 +17,7 @@ from blasst.kernels.exchange.desired import (
     DENSE,
     FILE_NAME,
     PREVIOUS_NAME,
+    TEMP_PREFIX,
     DesiredState,
     DesiredStateError,
     read_desired,
@@ -71,6 +73,10 @@ class ControlService:
                 "or give this one its own --state-dir"
             ) from None
         self._lock_fd = fd
+        # Of a writer killed in mid-write; only the holder of the lock makes such files.
+        for leftover in self.folder.glob(TEMP_PREFIX + "*"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
 
     def close(self) -> None:
         if self._lock_fd is not None:
@@ -109,7 +115,7 @@ class ControlService:
             if current is not None and _same(current, wish):
                 return current
             state = DesiredState(
-                generation=self._next_generation(),
+                generation=self._next_generation(lost=current is None),
                 threshold=wish.threshold,
                 min_context=wish.min_context,
                 updated_at=_now(),
@@ -123,11 +129,14 @@ class ControlService:
             self._highest = state.generation
             return state
 
-    def _next_generation(self) -> int:
+    def _next_generation(self, *, lost: bool) -> int:
         try:
             previous = read_desired(self.folder / PREVIOUS_NAME).generation
         except (DesiredStateError, FileNotFoundError):
             previous = 0
+        if lost:
+            # The unreadable file held at least the one after its predecessor's.
+            previous += 1
         return max(self._highest, previous, self._known_generation()) + 1
 
 

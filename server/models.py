@@ -209,7 +209,12 @@ class Status(BaseModel):
     converged: bool
     front_ends: list[FrontEndView]
     ranks: list[RankView]
-    tiles: TileTable = Field(description="all engines and ranks added up")
+    tiles: TileTable = Field(
+        description="all engines and ranks added up; only of models that run, if any does"
+    )
+    unreadable_pages: int = Field(
+        description="statistics pages that are damaged or of another release: not counted here"
+    )
     requests_rejected: int
     desired_read_errors: int
     classes: list[ClassView]

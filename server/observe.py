@@ -81,7 +81,9 @@ def status(control: ControlService, cache: CachedPages) -> models.Status:
     ranks = rank_totals(pages)
     totals = model_totals(pages)
     everything: Tiles = {}
-    for rank in ranks:
+    # Pages of a model that ran here before lie in the folder too; layers of two do not add up.
+    running = {rank.model_name for rank in ranks if rank.alive}
+    for rank in (r for r in ranks if not running or r.model_name in running):
         for where, (visited, skipped) in rank.tiles.items():
             v, s = everything.get(where, (0, 0))
             everything[where] = (v + visited, s + skipped)
@@ -92,6 +94,7 @@ def status(control: ControlService, cache: CachedPages) -> models.Status:
         front_ends=front_end_views(pages),
         ranks=[_rank(rank) for rank in ranks],
         tiles=_table(everything),
+        unreadable_pages=cache.unreadable,
         requests_rejected=sum(t.requests_rejected for t in totals.values()),
         desired_read_errors=sum(t.desired_read_errors for t in totals.values()),
         classes=[

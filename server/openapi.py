@@ -31,6 +31,7 @@ _ETAG = {
 }
 _WRITE = {
     400: "The body is not JSON.",
+    408: "The body did not arrive in 10 seconds.",
     412: "If-Match names another generation: somebody changed it first.",
     413: "The body is larger than 16 KiB.",
     415: "The body is not sent as application/json.",

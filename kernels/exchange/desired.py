@@ -9,19 +9,23 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blasst.kernels.exchange.stats import open_now
 from blasst.kernels.threshold import SkipThreshold, ThresholdError
 
 FILE_NAME = "desired.json"
 PREVIOUS_NAME = "desired.previous.json"
+TEMP_PREFIX = ".desired-"
 SCHEMA_VERSION = 1
 MAX_BYTES = 65_536
 MIN_CONTEXT_MAX = 1 << 24
+_GENERATION_MAX = 1 << 53
 
 
 class DesiredStateError(Exception):
@@ -41,8 +45,8 @@ class DesiredState:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.generation, bool) or self.generation < 0:
-            raise ValueError(f"generation {self.generation!r} must be a whole number >= 0")
+        if isinstance(self.generation, bool) or not 0 <= self.generation <= _GENERATION_MAX:
+            raise ValueError(f"generation is outside 0..{_GENERATION_MAX}")
         if self.min_context is not None and not 0 <= self.min_context <= MIN_CONTEXT_MAX:
             raise ValueError(
                 f"min_context {self.min_context} is outside 0..{MIN_CONTEXT_MAX} prompt tokens"
@@ -61,15 +65,18 @@ def write_desired(folder: Path, state: DesiredState) -> None:
     record = {**body, "checksum": _checksum(body)}
     data = (json.dumps(record, indent=1) + "\n").encode()
     target = folder / FILE_NAME
-    fd, temp = tempfile.mkstemp(prefix=".desired-", dir=folder)
+    fd, temp = tempfile.mkstemp(prefix=TEMP_PREFIX, dir=folder)
     try:
         with os.fdopen(fd, "wb") as f:
+            # Read by a front end of another user too; the folder says who gets here.
+            os.fchmod(fd, 0o644)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
         if target.exists():
             link = Path(temp + ".previous")
-            os.link(target, link)
+            # A copy: not every file system has hard links.
+            shutil.copyfile(target, link)
             os.replace(link, folder / PREVIOUS_NAME)
         os.replace(temp, target)
     except BaseException:
@@ -87,8 +94,8 @@ def write_desired(folder: Path, state: DesiredState) -> None:
 def read_desired(path: Path) -> DesiredState:
     """Parse one file. Raises DesiredStateError; FileNotFoundError when there is none."""
     try:
-        with open(path, "rb") as f:
-            data = f.read(MAX_BYTES + 1)
+        with open(path, "rb", buffering=0, opener=open_now) as f:
+            data = f.read(MAX_BYTES + 1) or b""
     except FileNotFoundError:
         raise
     except OSError as e:
@@ -180,6 +187,11 @@ class DesiredReader:
         except FileNotFoundError:
             self._seen = "never"
         except DesiredStateError as e:
+            if isinstance(e.__cause__, OSError):
+                # The file may be good: too many open files, a share that was away.
+                self._seen = "never"
+                if self.last_error == str(e):
+                    return
             self.errors += 1
             self.last_error = str(e)
 

@@ -6,6 +6,7 @@ that a counter seen from outside never falls while its page exists.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +22,13 @@ from blasst.kernels.exchange.layout import (
     TTFT_BUCKETS_S,
     front_fields,
 )
-from blasst.kernels.exchange.stats import Field, StatsPage, iter_stats
+from blasst.kernels.exchange.stats import (
+    Field,
+    StatsError,
+    StatsPage,
+    read_stats,
+    stats_names,
+)
 
 _FRONT_FIELDS = frozenset(front_fields())
 _RANK_SCALARS = frozenset(Field(name, (1,)) for name in RANK_COUNTERS)
@@ -62,7 +69,10 @@ class ModelTotals:
 
 
 class CachedPages:
-    """Thread-safe: however many callers, the files are read at most once in `max_age_s`."""
+    """Thread-safe: however many callers, the files are read at most once in `max_age_s`.
+
+    unreadable: how many files of the last reading were damaged or of another release.
+    """
 
     def __init__(
         self,
@@ -76,13 +86,14 @@ class CachedPages:
         self._lock = threading.Lock()
         self._read_at: float | None = None
         self._pages: tuple[StatsPage, ...] = ()
+        self.unreadable = 0
 
     def pages(self) -> tuple[StatsPage, ...]:
         """Pages of a layout that this release knows; a missing or closed folder gives none."""
         with self._lock:
             now = self._clock()
             if self._read_at is None or now - self._read_at >= self._max_age_s:
-                self._pages = _read(self.folder)
+                self._pages, self.unreadable = _read(self.folder)
                 self._read_at = now
             return self._pages
 
@@ -119,11 +130,22 @@ def model_totals(pages: Iterable[StatsPage]) -> dict[str, ModelTotals]:
     return totals
 
 
-def _read(folder: Path) -> tuple[StatsPage, ...]:
-    try:
-        return tuple(page for page in iter_stats(folder) if _known(page))
-    except OSError:
-        return ()
+def _read(folder: Path) -> tuple[tuple[StatsPage, ...], int]:
+    pages, unreadable = [], 0
+    with contextlib.suppress(OSError):
+        for name in stats_names(folder):
+            try:
+                page = read_stats(folder / name)
+            except FileNotFoundError:
+                continue
+            except StatsError:
+                unreadable += 1
+                continue
+            if _known(page):
+                pages.append(page)
+            else:
+                unreadable += 1
+    return tuple(pages), unreadable
 
 
 def _known(page: StatsPage) -> bool:

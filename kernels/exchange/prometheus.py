@@ -70,7 +70,7 @@ class PagesCollector:
         yield from _rank_counters(ranks)
         yield from _front_gauges(fronts, self._desired_generation())
         yield from _front_counters(models)
-        yield from _pages(pages)
+        yield from _pages(pages, self.cache.unreadable)
 
 
 _Row = tuple[Sequence[str], float]
@@ -227,7 +227,7 @@ def _front_counters(models: dict[str, ModelTotals]) -> Iterator[Metric]:
     yield ttft
 
 
-def _pages(pages: Sequence[StatsPage]) -> Iterator[Metric]:
+def _pages(pages: Sequence[StatsPage], unreadable: int) -> Iterator[Metric]:
     now = time.time()
     yield _gauge(
         "blasst_stats_age_seconds",
@@ -242,7 +242,12 @@ def _pages(pages: Sequence[StatsPage]) -> Iterator[Metric]:
     alive = sum(p.alive for p in pages)
     yield _gauge(
         "blasst_stats_pages",
-        "Statistics pages by whether their writer still runs; dead ones still count above.",
+        "Statistics pages by whether their writer still runs; dead ones still count above, "
+        "unreadable ones (damaged, or of another release) do not.",
         ("state",),
-        [(("live",), float(alive)), (("dead",), float(len(pages) - alive))],
+        [
+            (("live",), float(alive)),
+            (("dead",), float(len(pages) - alive)),
+            (("unreadable",), float(unreadable)),
+        ],
     )

@@ -168,7 +168,7 @@ class StatsWriter:
 def read_stats(path: Path) -> StatsPage:
     """A consistent copy of one file. Raises StatsError; FileNotFoundError when it is gone."""
     try:
-        with open(path, "rb", buffering=0, opener=_open_now) as f:
+        with open(path, "rb", buffering=0, opener=open_now) as f:
             size = os.fstat(f.fileno()).st_size
             if not _DATA_AT < size <= _MAX_BYTES:
                 raise StatsError(f"{path.name}: {size} bytes is not a statistics file")
@@ -183,7 +183,7 @@ def read_stats(path: Path) -> StatsPage:
 
 def iter_stats(folder: Path, kind: str | None = None) -> Iterator[StatsPage]:
     """Every readable file of a folder, in name order; unreadable ones are left out."""
-    for name in _names(folder):
+    for name in stats_names(folder):
         with contextlib.suppress(StatsError, FileNotFoundError):
             page = read_stats(folder / name)
             if kind is None or page.kind == kind:
@@ -194,7 +194,7 @@ def remove_dead(folder: Path, older_than_s: float) -> list[str]:
     """Delete files whose writer is gone and that are older than this; the names deleted."""
     removed = []
     now = time.time()
-    for name in _names(folder):
+    for name in stats_names(folder):
         path = folder / name
         with contextlib.suppress(StatsError, OSError):
             try:
@@ -209,15 +209,16 @@ def remove_dead(folder: Path, older_than_s: float) -> list[str]:
     return removed
 
 
-def _names(folder: Path) -> list[str]:
+def stats_names(folder: Path) -> list[str]:
+    """Names of all files of a folder that should be pages, in order."""
     try:
         return sorted(n for n in os.listdir(folder) if n.endswith(SUFFIX) and n[0] != ".")
     except FileNotFoundError:
         return []
 
 
-def _open_now(path: str, flags: int) -> int:
-    """Without waiting: a named pipe in the folder must not hold up whoever reads the pages."""
+def open_now(path: str, flags: int) -> int:
+    """Without waiting: a named pipe in the folder must not hold its readers up."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -252,7 +253,7 @@ def _parse(name: str, data: bytes, alive: bool) -> StatsPage:
     if magic != MAGIC:
         raise StatsError(f"{name} is of another layout: {magic!r}, not {MAGIC!r}")
     try:
-        header = json.loads(data[max(_DATA_AT, len(data) - header_bytes) :])
+        header = json.loads(data[len(data) - header_bytes :])
         fields = tuple(_field(*entry) for entry in header["fields"])
         kind = _text(header["kind"])
         labels = {_text(key): _text(value) for key, value in dict(header["labels"]).items()}

@@ -17,6 +17,7 @@ const CLASS_NAMES = {
 const $ = (id) => document.getElementById(id);
 let token = "";
 let generation = null;
+let minContext = null;
 let lastGood = 0;
 
 function text(id, value, className = "") {
@@ -82,12 +83,13 @@ function showThreshold(status) {
   const desired = status.desired;
   const live = status.front_ends.filter((f) => f.alive);
   if (desired === null) {
-    generation = null;
+    generation = minContext = null;
     for (const id of ["threshold", "lambda", "generation", "min-context", "updated"]) text(id, "-");
     text("converged", "unknown", "warn");
     return;
   }
   generation = desired.generation;
+  minContext = desired.min_context;
   const given = desired.threshold;
   const units = {mag: "MAG", lambda: "lambda", scale: "scale"};
   let name = "dense";
@@ -163,8 +165,10 @@ function showTiles(tiles) {
   $("heat").replaceChildren(head, body);
 }
 
-function showClasses(classes) {
-  const answered = classes.filter((c) => c.ttft.count > 0);
+function showClasses(classes, frontEnds) {
+  const running = new Set(frontEnds.filter((f) => f.alive).map((f) => f.model_name));
+  const shown = (c) => running.size === 0 || running.has(c.model_name);
+  const answered = classes.filter((c) => c.ttft.count > 0 && shown(c));
   $("ttft").tBodies[0].replaceChildren(...answered.map((c) => row([
     [lengthClass(c.prompt_length_class)],
     [lambdaClass(c.lambda_class)],
@@ -188,7 +192,9 @@ function show(status) {
   showThreshold(status);
   showFrontEnds(status.front_ends);
   showTiles(status.tiles);
-  showClasses(status.classes);
+  showClasses(status.classes, status.front_ends);
+  text("unreadable", status.unreadable_pages ? `${status.unreadable_pages} statistics pages cannot `
+    + "be read: damaged, or of another release" : "");
   text("refused", status.requests_rejected ? `${status.requests_rejected} requests refused` : "");
   showError(status.error);
   $("main").hidden = false;
@@ -225,7 +231,10 @@ async function submit(event) {
   try {
     const ifMatch = generation === null ? "*" : `"${generation}"`;
     const headers = {"Content-Type": "application/json", "If-Match": ifMatch};
-    const body = JSON.stringify(unit === "off" ? {off: true} : {[unit]: value});
+    const wish = unit === "off" ? {off: true} : {[unit]: value};
+    // A PUT replaces the whole state, and this form changes the threshold alone.
+    if (minContext !== null) wish.min_context = minContext;
+    const body = JSON.stringify(wish);
     const state = await call("PUT", "/v1/blasst/threshold", headers, body);
     text("set-result", `Set, generation ${state.generation}.`, "good");
   } catch (error) {

@@ -7,10 +7,11 @@ import math
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blasst.kernels.exchange.desired import MIN_CONTEXT_MAX
+from blasst.kernels.exchange.desired import DENSE, MIN_CONTEXT_MAX, DesiredStateError
 from blasst.kernels.threshold import SkipThreshold, ThresholdError
 from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
@@ -23,12 +24,22 @@ from blasst.server.verbs.common import (
 from blasst.server.verbs.vllm_options import VllmOptions
 
 if TYPE_CHECKING:
+    from blasst.server.control import ControlService
     from blasst.server.sidecar import Sidecar
 
 ACCEPTS_UNKNOWN = True
 IMPLS = ("auto", "blackwell", "hopper", "triton", "cpu", "reference")
 Child = tuple[list[str], dict[str, str], float]
 """What a Supervisor needs: command, environment, seconds to stop in."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says about the threshold. min_context: whether it was given."""
+
+    threshold: SkipThreshold | None
+    min_context: bool
+
 
 _EPILOG = """MODEL and every option that is not listed here go to `vllm serve` as they are.
 
@@ -97,13 +108,11 @@ def run(args: argparse.Namespace) -> int:
         child: Child = (command, _environment(args, settings), args.stop_timeout)
     except (ThresholdError, SettingsError) as e:
         return fail(e, 2)
-    return _serve(settings, threshold, vllm, child)
+    given = Given(threshold, args.min_context is not None)
+    return _serve(settings, given, vllm, child)
 
 
-def _serve(
-    settings: Settings, threshold: SkipThreshold | None, vllm: VllmOptions, child: Child
-) -> int:
-    from blasst.server.control import Wish
+def _serve(settings: Settings, given: Given, vllm: VllmOptions, child: Child) -> int:
     from blasst.server.problems import Problem
     from blasst.server.sidecar import Sidecar
 
@@ -111,16 +120,36 @@ def _serve(
     try:
         sidecar.prepare(dead_pages_older_than_s=0)
         vllm_options.check_port_free(vllm)
-        if threshold is not None:
-            sidecar.control.set(Wish(threshold, reason="blasst serve", by="blasst serve"), "*")
-        return _supervise(sidecar, child)
+        in_force = _set_given(sidecar.control, given)
+        return _supervise(sidecar, child, in_force)
     except (SettingsError, Problem) as e:
         return fail(e, 2)
     finally:
         sidecar.stop()
 
 
-def _supervise(sidecar: Sidecar, start: Child) -> int:
+def _set_given(control: ControlService, given: Given) -> str:
+    """Options given rule over what an earlier run left; says what is in force then."""
+    from blasst.server.control import Wish
+
+    try:
+        old = control.read()
+    except DesiredStateError as e:
+        if given.threshold is None:
+            return f"unknown: {e}"
+        old = DENSE
+    new = old
+    # The file rules over the environment, in which --min-context travels: clear it there.
+    if given.threshold is not None or (given.min_context and old.min_context is not None):
+        wish = Wish(given.threshold or old.threshold, reason="blasst serve", by="blasst serve")
+        new = control.set(wish, "*")
+    if not new.generation:
+        return ""
+    kept = ", as an earlier run left it" if new == old else ""
+    return f"{new.threshold or 'dense'}, generation {new.generation}{kept}"
+
+
+def _supervise(sidecar: Sidecar, start: Child, in_force: str) -> int:
     from blasst.server.supervisor import Supervisor
 
     try:
@@ -130,6 +159,8 @@ def _supervise(sidecar: Sidecar, start: Child) -> int:
     try:
         sidecar.start()
         print(f"blasst serve: sidecar {sidecar.url} state {sidecar.settings.state_dir}", flush=True)
+        if in_force:
+            print(f"blasst serve: threshold {in_force}", flush=True)
         code = child.wait()
     finally:
         child.end()
@@ -151,8 +182,12 @@ def _settings(args: argparse.Namespace, served_port: int) -> Settings:
 
 
 def _vllm_command(given: str) -> list[str]:
-    command = shlex.split(given) or [str(Path(sys.executable).with_name("vllm"))]
-    if not given and not Path(command[0]).exists():
+    try:
+        words = shlex.split(given)
+    except ValueError as e:
+        raise SettingsError(f"--vllm-command {given!r} is no command: {e}") from None
+    command = words or [str(Path(sys.executable).with_name("vllm"))]
+    if not words and not Path(command[0]).exists():
         raise SettingsError(
             f"no vLLM beside {sys.executable}: pip install 'blasst[cpu]' or 'blasst[cuda]'"
         )

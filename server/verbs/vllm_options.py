@@ -29,8 +29,10 @@ def parse(extra: list[str]) -> VllmOptions:
     if not extra or extra[0].startswith("-"):
         raise SettingsError("give MODEL first: blasst serve MODEL [options]")
     _check_model(extra[0])
-    backends = _values(extra, "attention-backend") + _values(extra, "attention-config.backend")
-    backends += [_backend_of(text) for text in _values(extra, "attention-config")]
+    backends = _values(extra, "--attention-backend")
+    for config in ("--attention-config", "-ac"):
+        backends += _values(extra, f"{config}.backend")
+        backends += [_backend_of(text) for text in _values(extra, config)]
     for backend in backends:
         if backend and backend.lower() != BACKEND:
             raise SettingsError(
@@ -38,11 +40,11 @@ def parse(extra: list[str]) -> VllmOptions:
                 f"{BACKEND}; leave the option out, or use vllm serve"
             )
     own = [] if any(backends) else ["--attention-backend", BACKEND]
-    ports = _values(extra, "port")
+    ports = _values(extra, "--port")
     return VllmOptions(
-        host=_last(extra, "host", ""),
+        host=_last(extra, "--host", ""),
         port=_port(ports[-1] if ports else str(_DEFAULT_PORT)),
-        known_port=bool(ports or not _values(extra, "config")) and not _values(extra, "uds"),
+        known_port=bool(ports or not _values(extra, "--config")) and not _values(extra, "--uds"),
         arguments=[extra[0], *own, *extra[1:]],
     )
 
@@ -68,11 +70,11 @@ def _check_model(model: str) -> None:
 
 
 def _values(extra: list[str], name: str) -> list[str]:
-    """Every value given for --name, in either form; vLLM takes _ for - too."""
+    """Every value given for an option, in either form; vLLM takes _ for - too."""
     found = []
     for i, argument in enumerate(extra):
         key, equals, value = argument.partition("=")
-        if key.replace("_", "-") == f"--{name}":
+        if key.replace("_", "-") == name:
             found.append(value if equals else extra[i + 1] if i + 1 < len(extra) else "")
     return found
 

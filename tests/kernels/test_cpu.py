@@ -167,19 +167,46 @@ def test_p_times_v_runs_on_kept_blocks_only(monkeypatch: pytest.MonkeyPatch) -> 
 
     def counted(
         scores: torch.Tensor,
-        maximum: torch.Tensor,
+        shift: torch.Tensor | None,
         row_sum: torch.Tensor,
         acc: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
         keys.append((scores.shape[0], scores.shape[2] // 128))
-        real(scores, maximum, row_sum, acc, v)
+        real(scores, shift, row_sum, acc, v)
 
     monkeypatch.setattr(cpu, "_add", counted)
+    monkeypatch.setattr(cpu, "SUM_RANGE", (-math.inf, math.inf))  # no tile is computed twice
     prefill_attention(d.q, d.kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda)
     visited, skipped = d.counts(3).sum(0).tolist()
     assert sum(heads * blocks for heads, blocks in keys) == visited - skipped
     assert skipped > visited / 2
+
+
+@pytest.mark.parametrize("vote", [False, True])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1000.0])
+def test_scores_of_any_size_are_exact_and_counted_once(size: float, vote: bool) -> None:
+    # Above a size, exp2 of a score without its maximum would overflow or vanish.
+    torch.manual_seed(5)
+    q, kv, cu = _ragged((6, 2), 64)
+    q *= size
+    if size == 1000.0:
+        q[:, 0] = -q[:, 0].abs()
+        kv.k[..., 0, :] = kv.k[..., 0, :].abs()  # every score of head 0 is far below 0
+    lam = torch.full((6,), 0.4) if vote else None
+    counters = torch.zeros(2, 2, dtype=torch.int64)
+    out, lse = prefill_attention(q, kv, cu, skip_lambda=lam, counters=counters)
+    expected = reference_attention(q, kv, cu, skip_lambda=lam)
+    seen = expected.lse.isfinite()
+    assert out.isfinite().all()
+    assert torch.equal(lse.isfinite(), seen)
+    assert float((out - expected.out).abs().max()) <= 1e-3 * float(kv.v.abs().max())
+    # float32 dot products of this size are off by this much.
+    atol = 1e-5 * max(1.0, size)
+    torch.testing.assert_close(lse[seen], expected.lse[seen].float(), rtol=2e-6, atol=atol)
+    if vote:
+        assert torch.equal(counters, expected.counts(2))
+        assert counters[:, 1].min() > 0 or size < 1.0
 
 
 def test_lambda_zero_is_dense_bit_for_bit() -> None:

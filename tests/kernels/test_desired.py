@@ -97,6 +97,7 @@ def _signed(**changes: object) -> bytes:
         ({"schema_version": 2}, "schema_version 2, this release reads 1"),
         ({"schema_version": None}, "schema_version None"),
         ({"generation": -1}, "generation"),
+        ({"generation": 1 << 60}, "generation"),
         ({"generation": 1.5}, "not a whole number"),
         ({"generation": "7"}, "not a whole number"),
         ({"threshold": {"unit": "mag", "value": -5}}, "outside 0 < MAG"),
@@ -134,6 +135,20 @@ def test_a_missing_folder_or_full_disk_leaves_the_old_file(
         write_desired(tmp_path, DesiredState(8, None))
     assert read_desired(tmp_path / FILE_NAME) == STATE
     assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+def test_file_and_folder_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def recorded(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    write_desired(tmp_path, STATE)
+    assert Path(synced[0]).name.startswith(desired.TEMP_PREFIX)
+    assert synced[1:] == [str(tmp_path)]
 
 
 def test_a_read_only_folder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +214,51 @@ def test_reader_parses_only_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for _ in range(50):
         assert reader.current() == STATE
     assert len(calls) == 1
+
+
+def test_a_named_pipe_is_an_error_and_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE_NAME)
+    writer = os.open(tmp_path / FILE_NAME, os.O_RDWR)
+    for _ in range(2):
+        with pytest.raises(DesiredStateError, match="not JSON"):
+            read_desired(tmp_path / FILE_NAME)
+        os.close(writer)
+        writer = os.open("/dev/null", os.O_RDONLY)
+    os.close(writer)
+
+
+def test_no_hard_links_are_needed_and_others_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    for generation in (1, 2):
+        write_desired(tmp_path, DesiredState(generation, None))
+    assert read_desired(tmp_path / PREVIOUS_NAME).generation == 1
+    assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o644
+
+
+def test_reader_tries_again_after_a_failure_that_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = DesiredReader(tmp_path)
+    write_desired(tmp_path, STATE)
+
+    def refused(path: str, flags: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desired, "open_now", refused)
+        for _ in range(3):
+            assert reader.current() == DENSE
+    assert (reader.errors, reader.last_error) == (
+        1,
+        f"{FILE_NAME} cannot be read: Too many open files",
+    )
+    assert reader.current() == STATE
+    assert (reader.errors, reader.last_error) == (1, "")
 
 
 def test_reader_survives_an_unreadable_path(tmp_path: Path) -> None:

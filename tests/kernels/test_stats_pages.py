@@ -167,6 +167,28 @@ def test_a_page_is_never_torn(busy_writer: subprocess.Popen[str], tmp_path: Path
     assert len(seen) >= 10
 
 
+def test_an_update_in_the_middle_of_a_read_is_noticed(
+    writer: StatsWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.update(tiles=[1] * 12)
+    real = os.pread
+    updates = iter([2, 3])
+
+    def slow(fd: int, size: int, at: int) -> bytes:
+        if size == 8 or (value := next(updates, 0)) == 0:
+            return real(fd, size, at)
+        half = real(fd, 80, at)
+        writer.update(tiles=[value] * 12)
+        return half + real(fd, size - 80, at + 80)
+
+    monkeypatch.setattr(os, "pread", slow)
+    assert list(read_stats(writer.path).arrays["tiles"]) == [3] * 12
+
+
+def test_others_may_read_a_page(writer: StatsWriter) -> None:
+    assert writer.path.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_dead_writer_is_seen(busy_writer: subprocess.Popen[str], tmp_path: Path) -> None:
     for _ in range(50):
         try:

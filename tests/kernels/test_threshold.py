@@ -57,6 +57,11 @@ def test_log2_round_trip(skip_lambda: float) -> None:
     assert math.isclose(log2_to_lambda(lambda_to_log2(skip_lambda)), skip_lambda, rel_tol=1e-13)
 
 
+def test_a_scale_just_below_one_is_clamped_too() -> None:
+    with pytest.warns(RuntimeWarning, match="clamped"):
+        assert scale_to_lambda(9995, 10000) == LAMBDA_MAX
+
+
 def test_a_negative_zero_is_zero() -> None:
     assert str(SkipThreshold("lambda", -0.0).skip_lambda()) == "0.0"
 

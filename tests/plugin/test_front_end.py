@@ -147,3 +147,14 @@ def test_serving_goes_on_without_a_place_for_the_page(tmp_path: Path) -> None:
     front = FrontEnd(Settings(private_stats_dir=tmp_path / "gone"), "tiny", "0.32.0", None)
     assert front.admit(MAG, 10_000).skip_lambda == 2**-2.5
     front.close()
+
+
+def test_streamed_input_runs_dense_and_refuses_a_threshold_of_its_own(
+    make: Make, tmp_path: Path
+) -> None:
+    front = make(threshold=MAG)
+    assert front.wish_of_streamed(None) == "off"
+    assert front.wish_of_streamed("off") == "off"
+    with pytest.raises(AdmissionError, match="mag 2500 cannot hold for streamed input"):
+        front.wish_of_streamed(MAG)
+    assert page(tmp_path, front).scalar("requests_rejected") == 1

@@ -328,7 +328,7 @@ def test_a_repair_is_newer_than_what_front_ends_and_the_previous_copy_know(tmp_p
     service.set(Wish(None, min_context=1), "*")
     (tmp_path / FILE_NAME).write_bytes(b"{")
     assert read_desired(tmp_path / PREVIOUS_NAME).generation == 18
-    assert ControlService(tmp_path).set(Wish(None), "*").generation == 19
+    assert ControlService(tmp_path).set(Wish(None), "*").generation == 20
 
 
 def test_a_lost_file_is_an_error_not_generation_0(client, tmp_path):

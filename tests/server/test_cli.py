@@ -150,6 +150,16 @@ def test_interruption_is_130(verbs):
     assert cli.main(["thing"]) == 130
 
 
+def test_an_output_that_is_full_is_one_line(capsys, verbs):
+    def run(args):
+        with open("/dev/full", "w") as full:
+            print("text", file=full, flush=True)
+
+    verbs("thing", run=run)
+    assert cli.main(["thing"]) == 1
+    assert "No space left" in one_line(capsys)
+
+
 def test_a_reader_that_left_is_no_traceback():
     code = (
         "import sys, types, importlib.metadata as m\n"

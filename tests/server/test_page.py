@@ -10,6 +10,7 @@ import time
 import pytest
 
 from blasst.kernels.exchange.desired import FILE_NAME
+from blasst.server.control import Wish
 from blasst.server.settings import Settings
 from blasst.server.sidecar import Sidecar
 
@@ -133,6 +134,21 @@ def test_the_heat_map_has_a_coloured_cell_for_each_layer_and_head(page, fake_eng
     assert len(set(colours)) == 3
 
 
+def test_a_hostile_model_name_is_text(page, fake_engine):
+    name = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    fake_engine(model=name).front(42)
+    page.until("#models", name)
+    assert page.browser.title == "blasst"
+    assert page.find("#models *") == []
+
+
+def test_pages_that_cannot_be_read_are_told(page, tmp_path):
+    page.until("#threshold", "never set")
+    assert page.text("#unreadable") == ""
+    (tmp_path / "stats" / "front-9.stats").write_bytes(b"OTHERFMT" + bytes(100))
+    page.until("#unreadable", "1 statistics pages cannot be read")
+
+
 def test_the_form_sets_the_threshold_and_convergence_follows(page, fake_engine, sidecar):
     engine = fake_engine()
     engine.front(42)
@@ -171,6 +187,15 @@ def test_a_bad_value_is_explained_and_changes_nothing(page, sidecar, unit, value
     page.until("#set-result", message)
     assert "bad" in page.find("#set-result")[0].get_attribute("class")
     assert sidecar.control.read().generation == 0
+
+
+def test_setting_the_threshold_keeps_min_context(page, sidecar):
+    page.until("#threshold", "never set")
+    sidecar.control.set(Wish(None, min_context=4096), "*")
+    page.until("#min-context", "4096 tokens")
+    page.set("mag", "2500")
+    page.until("#set-result", "Set, generation 2.")
+    assert sidecar.control.read().min_context == 4096
 
 
 def test_a_change_by_somebody_else_is_not_overwritten_unseen(page, sidecar):
@@ -221,6 +246,24 @@ def test_ttft_of_each_class(page, fake_engine):
         ["\u2264 4K", "dense", "2", "1.50 s"],
         ["\u2264 4K", "MAG 2500\u20134499", "3", "250 ms"],
     ]
+
+
+def test_a_model_that_ran_before_is_not_mixed_in(page, fake_engine):
+    before = fake_engine(model="before")
+    before.rank(0, visited=1000)
+    before.front(1)
+    before.requests(0.05, 3000, [0.1] * 77)
+    for writer in before.writers:
+        writer.detach()
+    page.until("#heat-total", "of 6,000 tiles")
+    page.until("#ttft tbody", "77")
+    now = fake_engine(model="now")
+    now.rank(1)
+    now.front(2)
+    now.requests(0.05, 3000, [0.1] * 5)
+    page.until("#heat-total", "of 600 tiles")
+    page.until("#ttft tbody", "5")
+    assert "77" not in page.text("#ttft tbody")
 
 
 def test_a_corrupt_file_is_told_and_repaired_from_the_page(page, sidecar):

@@ -3,16 +3,21 @@ from __future__ import annotations
 import math
 import os
 import re
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from blasst.kernels.exchange.layout import TTFT_BUCKETS_S
+from blasst.kernels.exchange.layout import TTFT_BUCKETS_S, front_fields, rank_fields
+from blasst.kernels.exchange.pages import CachedPages, rank_totals
 from blasst.kernels.exchange.prometheus import PagesCollector
+from blasst.kernels.exchange.stats import Field, StatsWriter
+from blasst.server.observe import front_end_views, quantile
 
 
 class Scraped:
@@ -164,15 +169,88 @@ def test_a_scrape_never_fails_on_foreign_files(fake_engine, stats, content):
     assert scrape(stats)("blasst_stats_pages", state="live") == 1
 
 
-def test_a_page_of_another_layout_is_left_out(fake_engine, stats):
-    from blasst.kernels.exchange.stats import Field, StatsWriter
+TILES = Field("tiles", (1, 1, 2))
+SCALARS = rank_fields(1, 1)[1:]
 
-    stats.mkdir()
-    other = StatsWriter(
-        stats, "front-7", kind="front", labels={}, fields=[Field("requests_admitted", (1,))]
-    )
-    assert scrape(stats)("blasst_stats_pages", state="live") == 0
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "fields"),
+    [
+        ("front", {}, [Field("requests_admitted", (1,))]),
+        ("front", {}, [Field(f.name, f.shape, "d") for f in front_fields()]),
+        ("front", {}, [*front_fields(), Field("generation_read", (2,))]),
+        ("rank", {}, [TILES]),
+        ("rank", {}, SCALARS),
+        ("rank", {}, [Field("tiles", (1, 2)), *SCALARS]),
+        ("rank", {}, [Field("tiles", (1, 1, 3)), *SCALARS]),
+        ("rank", {}, [Field("tiles", (1, 1, 2), "d"), *SCALARS]),
+        ("rank", {"first_layer": "-1"}, [TILES, *SCALARS]),
+        ("rank", {"first_kv_head": "9" * 5000}, [TILES, *SCALARS]),
+        ("other", {}, [TILES, *SCALARS]),
+    ],
+)
+def test_a_page_of_another_layout_is_left_out_and_counted(fake_engine, stats, kind, labels, fields):
+    fake_engine().rank(0)
+    other = StatsWriter(stats, "other", kind=kind, labels=labels, fields=fields)
+    page = scrape(stats)
+    assert page("blasst_stats_pages", state="live") == 1
+    assert page("blasst_stats_pages", state="unreadable") == 1
     other.close()
+
+
+def test_labels_cannot_break_out(fake_engine, stats):
+    model = 'm"} 1\nblasst_evil{x="\\'
+    engine = fake_engine(model=model)
+    engine.rank(0)
+    engine.front(42)
+    page = scrape(stats)
+    assert page("blasst_decode_tokens_total", engine="0", rank="0", model_name=model) == 7
+    assert "blasst_evil" not in page.names()
+
+
+def test_the_latest_page_of_a_rank_tells_its_state(fake_engine, stats):
+    """A restarted rank: its page is read after or before that of the dead one, by name."""
+    engine = fake_engine()
+    for pid, alive in (("1", False), ("2", True), ("3", False)):
+        labels = {"engine": "0", "rank": "0", "impl": "cpu" if alive else "old"}
+        writer = StatsWriter(
+            engine.stats, f"rank-0-0-{pid}", kind="rank", labels=labels, fields=[TILES, *SCALARS]
+        )
+        writer.update(tiles=[2, 1])
+        if alive:
+            engine.writers.append(writer)
+        else:
+            writer.detach()
+    live = engine.writers[-1]
+    live.update(tiles=[2, 1])
+    (total,) = rank_totals(CachedPages(stats).pages())
+    assert (total.alive, total.impl, total.tiles[0, 0]) == (True, "cpu", (6, 3))
+    page = scrape(stats)
+    ages = [labels for name, labels in page.samples if name == "blasst_stats_age_seconds"]
+    assert ages == [(("process", "rank-0-0-2"),)]
+
+
+def test_quantiles_are_linear_within_a_bucket():
+    buckets = [0] * (len(TTFT_BUCKETS_S) + 1)
+    assert quantile(buckets, 0.5) is None
+    buckets[10] = 4
+    low, high = TTFT_BUCKETS_S[9], TTFT_BUCKETS_S[10]
+    assert quantile(buckets, 0.25) == pytest.approx(low + 0.25 * (high - low))
+    assert quantile(buckets, 1.0) == pytest.approx(high)
+    buckets[0] = 4
+    assert quantile(buckets, 0.25) == pytest.approx(TTFT_BUCKETS_S[0] / 2)
+    buckets[-1] = 100
+    assert quantile(buckets, 0.95) == TTFT_BUCKETS_S[-1]
+
+
+def test_a_page_from_the_future_is_of_now(fake_engine, stats):
+    engine = fake_engine()
+    engine.front(42)
+    with engine.writers[-1].path.open("r+b") as page:
+        page.seek(24)
+        page.write(struct.pack("<d", time.time() + 3600))
+    assert front_end_views(CachedPages(stats).pages())[0].age_s == 0
+    assert scrape(stats)("blasst_stats_age_seconds", process="front-42") == 0
 
 
 def test_no_folder_is_no_pages(tmp_path):

@@ -213,7 +213,9 @@ def other_server():
         server.server_close()
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"generation": 1}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b"{}", b'{"generation": 1, "converged": true}']
+)
 def test_another_server_is_exit_1(blasst_threshold, other_server, body):
     url, _ = other_server(200, {}, body)
     code, _, err = blasst_threshold("get", url=url)
@@ -240,3 +242,11 @@ def test_watch_prints_changes_until_interrupted(blasst, sidecar, capsys):
     assert watch.wait() == 130
     assert watch.out.read_text().count("\n") == 2
     assert watch.err.read_text() == ""
+
+
+def test_a_proxy_of_the_environment_is_left_out(blasst_threshold, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert blasst_threshold("get")[0] == 0
