@@ -9,6 +9,9 @@ from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.hopper.config import Config
 from blasst.kernels.types import LOG2_E, PagedKV, RaggedKV
 
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+PAGE_SIZES = (16, 32, 64, 128, 256)
 COPY_BYTES = 16  # the copy engine's unit: addresses and strides are multiples of it
 
 
@@ -29,14 +32,6 @@ def prefill(
     max_seqlen_q: query rows of the longest request or more; skip_lambda is read on the device when
     the kernel runs.
     """
-    reasons = layout_reasons({"q": q, "k": kv.k, "v": kv.v, "out": out})
-    if reasons:
-        raise UnsupportedError(reasons)
-    from blasst.kernels.hopper.compile import compile_prefill
-
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    if max_seqlen_q == 0 or q.shape[0] == 0:
-        return lse
     config = config_for(
         str(q.dtype).removeprefix("torch."),
         q.shape[2],
@@ -45,6 +40,17 @@ def prefill(
         vote=skip_lambda is not None,
         count=skip_lambda is not None and counters is not None,
     )
+    reasons = [
+        *config_reasons(config),
+        *layout_reasons({"q": q, "k": kv.k, "v": kv.v, "out": out}),
+    ]
+    if reasons:
+        raise UnsupportedError(reasons)
+    from blasst.kernels.hopper.compile import compile_prefill
+
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    if max_seqlen_q == 0 or q.shape[0] == 0:
+        return lse
     run_prefill = compile_prefill(config)
     run_prefill(
         q,
@@ -68,6 +74,19 @@ def config_for(
 ) -> Config:
     """The fastest of the measured configurations. page_size 0 = ragged keys."""
     return Config(dtype, head_dim, causal, page_size, vote, count)
+
+
+def config_reasons(config: Config) -> list[str]:
+    """Why there is no kernel for it; empty: there is one."""
+    reasons = []
+    for name, value, choices in (
+        ("dtype", config.dtype, DTYPES),
+        ("head_dim", config.head_dim, HEAD_DIMS),
+        ("page_size", config.page_size or PAGE_SIZES[0], PAGE_SIZES),
+    ):
+        if value not in choices:
+            reasons.append(f"{name} {value} is not one of {', '.join(map(str, choices))}")
+    return reasons
 
 
 def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:

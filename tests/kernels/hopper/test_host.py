@@ -13,7 +13,7 @@ import torch
 
 from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.hopper.config import ROWS, WARPGROUP, Config
-from blasst.kernels.hopper.launch import config_for, layout_reasons, prefill
+from blasst.kernels.hopper.launch import config_for, config_reasons, layout_reasons, prefill
 from blasst.kernels.types import RaggedKV
 
 SHARED_MEMORY = 232448  # bytes of a block on compute capability 9.0
@@ -37,6 +37,20 @@ def test_a_config_fits_the_chip(config: Config) -> None:
     assert 2 * config.loaders <= WARPGROUP // 32
     assert config.tile_m == ROWS * config.warpgroups
     assert len({0, *map(config.group_barrier, range(config.warpgroups))}) == 1 + config.warpgroups
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_what_fits_is_not_refused(config: Config) -> None:
+    assert config_reasons(config) == []
+
+
+def test_every_reason_is_told() -> None:
+    config = config_for("float32", 96, causal=True, page_size=48, vote=True, count=True)
+    assert config_reasons(config) == [
+        "dtype float32 is not one of bfloat16, float16",
+        "head_dim 96 is not one of 64, 128",
+        "page_size 48 is not one of 16, 32, 64, 128, 256",
+    ]
 
 
 def test_what_the_copy_engine_cannot_reach() -> None:
