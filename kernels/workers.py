@@ -62,7 +62,11 @@ def _threads(count: int) -> ThreadPoolExecutor:
         def start() -> None:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, cores)
-            torch.set_num_threads(1)
+            # Not torch.set_num_threads: vLLM's CPU worker puts a function that does nothing there.
+            torch._C.set_num_threads(1)
+            # A thread takes the default, which changes below, over its own setting unless it has
+            # asked once.
+            torch.get_num_threads()
             ready.wait()
 
         pool = ThreadPoolExecutor(count, "blasst-cpu", start)
@@ -70,7 +74,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
             pool.submit(int)
         ready.wait()
         # The setting is per thread, but the last one made is also the default of new threads.
-        torch.set_num_threads(count)
+        torch._C.set_num_threads(count)
         _pool = (os.getpid(), count, pool)
         return pool
 
