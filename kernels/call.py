@@ -33,6 +33,8 @@ class Call:
 
     q: torch.Tensor
     kv: PagedKV | RaggedKV
+    cu_seqlens_q: torch.Tensor
+    skip_lambda: torch.Tensor | None
     requests: tuple[Request, ...]
     spec: AttentionSpec
     softmax_scale: float
@@ -86,7 +88,8 @@ def check_call(
         reasons += _block_mask_reasons(spec, requests, q.shape[1], q.device)
     if reasons:
         raise InvalidInputError(reasons)
-    return Call(q, kv, requests, spec, scale, log2_lambda, _problem(q, kv, spec, skip_lambda))
+    problem = _problem(q, kv, spec, skip_lambda)
+    return Call(q, kv, cu_seqlens_q, skip_lambda, requests, spec, scale, log2_lambda, problem)
 
 
 def _problem(

@@ -1,0 +1,49 @@
+"""A ring of shared-memory stages, guarded by full and empty mbarriers; visit i uses i % stages."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@dataclass(frozen=True)
+class Ring:
+    """barriers: 2 * stages mbarriers, the full ones first. Visits count from 0 on both sides.
+
+    bytes_per_producer: what each of the producer warps brings into a stage.
+    """
+
+    barriers: cute.Pointer
+    stages: int
+    bytes_per_producer: int
+
+    def init(self, producer_warps: int, consumer_warps: int) -> None:
+        """By one thread, before a fence and a barrier of the block."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.barriers + stage, producer_warps)
+            cute.arch.mbarrier_init(self.barriers + self.stages + stage, consumer_warps)
+
+    def stage(self, visit: Int32) -> Int32:
+        return visit % self.stages
+
+    def full(self, visit: Int32) -> cute.Pointer:
+        return self.barriers + self.stage(visit)
+
+    def acquire(self, visit: Int32) -> cute.Pointer:
+        """Producer warp: waits for the empty stage, announces its bytes; returns its barrier."""
+        stage = self.stage(visit)
+        cute.arch.mbarrier_wait(
+            self.barriers + self.stages + stage, ((visit // self.stages) & 1) ^ 1
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barriers + stage, self.bytes_per_producer)
+        return self.barriers + stage
+
+    def wait(self, visit: Int32) -> None:
+        """Consumer: until the stage is full."""
+        cute.arch.mbarrier_wait(self.full(visit), (visit // self.stages) & 1)
+
+    def release(self, visit: Int32) -> None:
+        """Consumer warp: done with the stage, which it has waited for."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers + self.stages + self.stage(visit))

@@ -1,0 +1,1 @@
+"""Prefill attention for Hopper (compute capability 9.0), in the CuTe DSL."""

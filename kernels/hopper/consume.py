@@ -1,0 +1,171 @@
+"""Consumer warpgroup: 64 query rows against the key blocks, skipping those that do not matter.
+
+The product P @ V of a block is issued one visit later, behind the next Q @ K.T.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from blasst.kernels.cute.fragment import (
+    ROWS_PER_THREAD,
+    column,
+    first_column,
+    first_row,
+    rows_view,
+)
+from blasst.kernels.cute.mma import issue
+from blasst.kernels.cute.ring import Ring
+from blasst.kernels.cute.softmax import Softmax, rescale_rows
+from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.vote import any_thread
+from blasst.kernels.hopper.config import WARPGROUP, Config
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Fragments of one warpgroup: q, p, scores, acc; k and v with their stages."""
+
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    scores: cute.Tensor
+    acc: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """tile: this warpgroup's rows. visits: blocks of the whole thread block's tile, >= tile's.
+
+    floor: [2], log2(lambda) of each row; +inf for rows that do not exist.
+    """
+
+    config: Config
+    group: Int32
+    thread: Int32
+    tile: Tile
+    visits: Int32
+    keys: Ring
+    values: Ring
+    operands: Operands
+    softmax: Softmax
+    floor: cute.Tensor
+
+    @cute.jit
+    def attend(self) -> Int32:
+        """acc = unnormalised output of the tile; returns the number of skipped blocks."""
+        lead = self.visits - self.tile.n_blocks
+        for i in cutlass.range(lead, unroll=1):
+            self.pass_by(i)
+        skipped = Int32(0)
+        self.operands.acc.fill(0.0)
+        if self.tile.n_blocks > 0:
+            self.visit_first(lead)
+            keep = Boolean(True)
+            first_full = cutlass.max(lead + 1, self.visits - self.tile.n_full)
+            for i in cutlass.range(lead + 1, first_full, unroll=1):
+                keep = self.visit(i, keep, True)
+                skipped += 1 - Int32(keep)
+            for i in cutlass.range(first_full, self.visits, unroll=1):
+                keep = self.visit(i, keep, False)
+                skipped += 1 - Int32(keep)
+            self.values.wait(self.visits - 1)
+            if keep:
+                self.issue_pv(self.visits - 1)
+                warpgroup.wait_group(0)
+        return skipped
+
+    @cute.jit
+    def pass_by(self, i: Int32) -> None:
+        """A block that only later rows of the thread block see."""
+        self.keys.wait(i)
+        self.keys.release(i)
+        self.values.wait(i)
+        self.values.release(i)
+
+    @cute.jit
+    def visit_first(self, i: Int32) -> None:
+        """The first visited block: never skipped, no product to overlap with."""
+        self.keys.wait(i)
+        self.issue_qk(i)
+        warpgroup.wait_group(0)
+        self.keys.release(i)
+        self.mask(self.visits - 1 - i)
+        o = self.operands
+        self.softmax.exponentiate(o.scores, self.softmax.thread_max(o.scores))
+        o.p.store(o.scores.load().to(o.p.element_type))
+
+    @cute.jit
+    def visit(self, i: Int32, keep: Boolean, masked: cutlass.Constexpr[bool]) -> Boolean:
+        """Visit i > 0; keep: the previous block was kept. Returns whether this one is."""
+        o = self.operands
+        self.keys.wait(i)
+        # S = Q @ K.T
+        self.issue_qk(i)
+        self.values.wait(i - 1)
+        if keep:
+            # O += P @ V, of the previous block
+            self.issue_pv(i - 1)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        self.keys.release(i)
+        if cutlass.const_expr(masked):
+            self.mask(self.visits - 1 - i)
+        largest = self.softmax.thread_max(o.scores)
+        kept = self.vote(largest, self.visits - 1 - i)
+        rescale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        if kept:
+            rescale.store(self.softmax.exponentiate(o.scores, largest).load())
+        # A block of its own keeps ptxas from moving the wait above the exponentials.
+        warpgroup.wait_group(0)
+        self.values.release(i - 1)
+        if kept:
+            o.p.store(o.scores.load().to(o.p.element_type))
+            rescale_rows(o.acc, rescale)
+        return kept
+
+    @cute.jit
+    def vote(self, largest: cute.Tensor, n: Int32) -> Boolean:
+        """Whether a row of the warpgroup needs block n.
+
+        Without a vote it is a test that always holds but that no compiler can see through: with
+        straight-line code ptxas moves P's registers and serialises the products.
+        """
+        kept = n * self.config.tile_n < self.tile.seqlen_k
+        if cutlass.const_expr(self.config.vote):
+            veto = self.softmax.vetoes(largest, self.floor)
+            barrier = self.config.group_barrier(self.group)
+            # The vote of the warp tells the compiler that the branches on it are uniform.
+            kept = cute.arch.vote_any_sync(any_thread(veto, barrier, WARPGROUP))
+        return kept
+
+    @cute.jit
+    def issue_qk(self, i: Int32) -> None:
+        o = self.operands
+        issue(o.mma_qk, o.scores, o.q, o.k[None, None, None, self.keys.stage(i)], False)
+
+    @cute.jit
+    def issue_pv(self, i: Int32) -> None:
+        o = self.operands
+        issue(o.mma_pv, o.acc, o.p, o.v[None, None, None, self.values.stage(i)], True)
+
+    @cute.jit
+    def mask(self, n: Int32) -> None:
+        """Scores of block n that a row does not see become -inf."""
+        if n >= self.tile.n_full:
+            rows = rows_view(self.operands.scores)
+            first_key = n * self.config.tile_n + first_column(self.thread)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                reach = self.tile.seqlen_k - first_key
+                if cutlass.const_expr(self.config.causal):
+                    row = self.tile.row + first_row(self.thread) + 8 * r
+                    reach = cutlass.min(reach, self.tile.context + row + 1 - first_key)
+                for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                    rows[r, c] = rows[r, c] if column(c) < reach else -Float32.inf

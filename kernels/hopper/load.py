@@ -1,0 +1,94 @@
+"""Producer: one warp brings the queries and keys, a second one the values."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from blasst.kernels.cute.ring import Ring
+from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.windows import copy_window, window
+from blasst.kernels.hopper.config import ROWS, Config
+
+
+class Source(NamedTuple):
+    """Row windows of a tensor in global memory."""
+
+    atom: cute.CopyAtom
+    coordinates: cute.Tensor
+
+
+@cute.jit
+def load_queries(
+    config: cutlass.Constexpr[Config],
+    source: Source,
+    smem: cute.Tensor,
+    barriers: cute.Pointer,
+    tile: Tile,
+    head: Int32,
+) -> None:
+    """Each consumer warpgroup's rows into its own stage and barrier.
+
+    Rows beyond the end are 0, but a window without any row faults: it gets the tile's last row.
+    """
+    for group in cutlass.range_constexpr(config.warpgroups):
+        row = tile.row + cutlass.min(group * ROWS, tile.rows - 1)
+        valid = cutlass.max(1, cutlass.min(tile.rows - group * ROWS, ROWS))
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers + group, config.query_bytes)
+        copy_window(
+            source.atom,
+            window(source.coordinates, tile.q_start + row, valid, (head,)),
+            smem[None, None, group],
+            barriers + group,
+        )
+
+
+@cute.jit
+def load_blocks(
+    config: cutlass.Constexpr[Config],
+    source: Source,
+    smem: cute.Tensor,
+    ring: Ring,
+    tile: Tile,
+    place: tuple[int, Int32, cute.Tensor | None],
+) -> None:
+    """Its share of all blocks of keys or values that the tile visits.
+
+    place: which of the config.loaders this warp is, kv head, the request's row of the page table.
+    Keys beyond the end are 0, but a window without any key gets the request's last one.
+    """
+    loader, kv_head, pages = place
+    page = Int32(0)
+    if cutlass.const_expr(pages is not None):
+        page = read_pages(config, pages, tile, tile.n_blocks - 1)
+    for visit in cutlass.range(tile.n_blocks, unroll=1):
+        n = tile.n_blocks - 1 - visit
+        next_page = Int32(0)
+        if cutlass.const_expr(pages is not None):
+            next_page = read_pages(config, pages, tile, n - 1)
+        barrier = ring.acquire(visit)
+        stage = smem[None, None, ring.stage(visit)]
+        for part in cutlass.range_constexpr(loader, config.windows, config.loaders):
+            offset = n * config.tile_n + part * config.window
+            key = cutlass.min(offset, tile.seqlen_k - 1)
+            valid = cutlass.max(1, cutlass.min(tile.seqlen_k - offset, config.window))
+            if cutlass.const_expr(pages is None):
+                rows = window(source.coordinates, tile.key_start + key, valid, (kv_head,))
+            else:
+                at = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, part))
+                rows = window(source.coordinates, key % config.page_size, valid, (kv_head, at))
+            target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
+            copy_window(source.atom, rows, target, barrier)
+        page = next_page
+
+
+@cute.jit
+def read_pages(
+    config: cutlass.Constexpr[Config], pages: cute.Tensor, tile: Tile, n: Int32
+) -> Int32:
+    """Lane i: the page of the i-th window of block n. Entries beyond the keys are not read."""
+    part = cutlass.min(cute.arch.lane_idx(), config.windows - 1)
+    key = n * config.tile_n + part * config.window
+    return pages[cutlass.max(0, cutlass.min(key, tile.seqlen_k - 1)) // config.page_size]

@@ -1,0 +1,281 @@
+"""The kernel: a producer warpgroup and two or three consumers compute one tile of query rows."""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from blasst.kernels.cute.fragment import ROWS_PER_THREAD, first_row
+from blasst.kernels.cute.mma import K_MAJOR, MN_MAJOR, warpgroup_mma
+from blasst.kernels.cute.ring import Ring
+from blasst.kernels.cute.smem import tile_layout, transposed
+from blasst.kernels.cute.softmax import Softmax
+from blasst.kernels.cute.tile import Tile, make_tile
+from blasst.kernels.cute.windows import make_window_atom
+from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
+from blasst.kernels.hopper.consume import Consumer, Operands
+from blasst.kernels.hopper.epilogue import store_output
+from blasst.kernels.hopper.load import Source, load_blocks, load_queries
+
+SWIZZLE_ALIGNMENT = 1024  # bytes
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+class Arrays(NamedTuple):
+    """Everything in global memory: q, k, v, out as row windows; the rest as they are.
+
+    lse: [num_heads, total_q]; key_lengths: [batch], or cumulative [batch + 1] for ragged keys;
+    page_table: [batch, max_pages]; skip_lambda: [batch]; counters: [num_kv_heads, 2].
+    """
+
+    q: Source
+    k: Source
+    v: Source
+    out: Source
+    lse: cute.Tensor
+    cu_seqlens_q: cute.Tensor
+    key_lengths: cute.Tensor
+    page_table: Any  # None, like the next two, when the Config has no use for it
+    skip_lambda: Any
+    counters: Any
+
+
+class Place(NamedTuple):
+    """What a thread block computes: rows from `row` on of one q head of one request."""
+
+    head: Int32
+    kv_head: Int32
+    request: Int32
+    row: Int32
+
+
+class Shared(NamedTuple):
+    """Shared memory: tiles (rows, columns, stages), and rings of stages."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    q_full: cute.Pointer
+    keys: Ring
+    values: Ring
+
+
+class HopperPrefill:
+    """q, out: [total_q, num_heads, head_dim]; k, v: [num_pages, page_size, num_kv_heads, head_dim],
+    or [total_k, num_kv_heads, head_dim] when config.page_size is 0."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        key_lengths: cute.Tensor,
+        page_table: cute.Tensor | None,
+        skip_lambda: cute.Tensor | None,
+        counters: cute.Tensor | None,
+        scale_log2: Float32,
+        max_seqlen_q: Int32,
+        stream: cuda.CUstream,
+    ):
+        config = self.config
+        paged = config.page_size > 0
+        num_kv_heads = k.shape[2] if cutlass.const_expr(paged) else k.shape[1]
+        rows_first = (1, 3, 2, 0) if cutlass.const_expr(paged) else (0, 2, 1)
+        q, out = select(q, (0, 2, 1)), select(out, (0, 2, 1))
+        k, v = select(k, rows_first), select(v, rows_first)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        arrays = Arrays(
+            Source(*make_window_atom(load, q, ROWS, ROWS)),
+            Source(*make_window_atom(load, k, config.window, config.tile_n)),
+            Source(*make_window_atom(load, v, config.window, config.tile_n)),
+            Source(*make_window_atom(store, out, ROWS, ROWS)),
+            lse,
+            cu_seqlens_q,
+            key_lengths,
+            page_table,
+            skip_lambda,
+            counters,
+        )
+        batch = cu_seqlens_q.shape[0] - 1
+        # The heads of a group run side by side: they read the same keys.
+        grid = (
+            q.shape[2] // num_kv_heads,
+            cute.ceil_div(max_seqlen_q, config.tile_m),
+            num_kv_heads * batch,
+        )
+        self.kernel(arrays, scale_log2, num_kv_heads).launch(
+            grid=grid, block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(self, arrays: Arrays, scale_log2: Float32, num_kv_heads: Int32):
+        config = self.config
+        in_group, m_reversed, slot = cute.arch.block_idx()
+        group_size, m_blocks, _ = cute.arch.grid_dim()
+        kv_head, request = slot % num_kv_heads, slot // num_kv_heads
+        # The longest tiles of a causal prompt start first.
+        row = (m_blocks - 1 - m_reversed) * config.tile_m
+        place = Place(kv_head * group_size + in_group, kv_head, request, row)
+        tile = self.tile_at(arrays, request, row, config.tile_m)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = self.allocate(warp)
+        if warp < WARPGROUP // WARP:
+            cute.arch.setmaxregister_decrease(config.producer_registers)
+            if tile.rows > 0:
+                self.produce(arrays, shared, tile, warp, place)
+        else:
+            cute.arch.setmaxregister_increase(config.consumer_registers)
+            if tile.rows > 0:
+                group = warp // (WARPGROUP // WARP) - 1
+                self.consume(arrays, shared, tile.n_blocks, group, place, scale_log2)
+
+    @cute.jit
+    def tile_at(self, arrays: Arrays, request: Int32, row: Int32, tile_m: int) -> Tile:
+        config = self.config
+        tile: Tile = make_tile(
+            arrays.cu_seqlens_q,
+            arrays.key_lengths,
+            request,
+            row,
+            tile_m,
+            config.tile_n,
+            config.causal,
+            config.page_size == 0,
+        )
+        return tile
+
+    @cute.jit
+    def allocate(self, warp: Int32) -> Shared:
+        """Shared memory with its barriers ready."""
+        config = self.config
+        smem = cutlass.utils.SmemAllocator()
+        barriers = smem.allocate_array(Int64, config.warpgroups + 4 * config.stages)
+        q, k, v = (
+            smem.allocate_tensor(
+                self.dtype, layout.outer, byte_alignment=SWIZZLE_ALIGNMENT, swizzle=layout.inner
+            )
+            for layout in (
+                tile_layout(ROWS, config.head_dim, config.warpgroups),
+                tile_layout(config.tile_n, config.head_dim, config.stages),
+                tile_layout(config.tile_n, config.head_dim, config.stages),
+            )
+        )
+        first = barriers + config.warpgroups
+        share = config.bytes_per_stage // config.loaders
+        keys = Ring(first, config.stages, share)
+        values = Ring(first + 2 * config.stages, config.stages, share)
+        if warp == 0:
+            with cute.arch.elect_one():
+                for group in cutlass.range_constexpr(config.warpgroups):
+                    cute.arch.mbarrier_init(barriers + group, 1)
+                for ring in (keys, values):
+                    ring.init(config.loaders, config.warpgroups * (WARPGROUP // WARP))
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return Shared(q, k, v, barriers, keys, values)
+
+    @cute.jit
+    def produce(
+        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
+    ) -> None:
+        if warp == 0:
+            load_queries(self.config, arrays.q, shared.q, shared.q_full, tile, place.head)
+        if tile.n_blocks > 0:
+            self.produce_blocks(arrays, shared, tile, warp, place)
+
+    @cute.jit
+    def produce_blocks(
+        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
+    ) -> None:
+        config = self.config
+        pages = None
+        if cutlass.const_expr(config.page_size > 0):
+            pages = arrays.page_table[place.request, None]
+        for loader in cutlass.range_constexpr(config.loaders):
+            mine = (loader, place.kv_head, pages)
+            if warp == loader:
+                load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine)
+            if warp == config.loaders + loader:
+                load_blocks(config, arrays.v, shared.v, shared.values, tile, mine)
+
+    @cute.jit
+    def consume(
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        visits: Int32,
+        group: Int32,
+        place: Place,
+        scale_log2: Float32,
+    ) -> None:
+        config = self.config
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        tile = self.tile_at(arrays, place.request, place.row + group * ROWS, ROWS)
+        floor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        if cutlass.const_expr(config.vote):
+            log2_lambda = cute.math.log2(arrays.skip_lambda[place.request], fastmath=True)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                exists = first_row(thread) + 8 * r < tile.rows
+                floor[r] = log2_lambda if exists else Float32.inf
+        consumer = Consumer(
+            config,
+            group,
+            thread,
+            tile,
+            visits,
+            shared.keys,
+            shared.values,
+            self.operands(shared, group),
+            Softmax.create(scale_log2),
+            floor,
+        )
+        cute.arch.mbarrier_wait(shared.q_full + group, 0)
+        skipped = consumer.attend()
+        if tile.rows > 0:
+            own_rows = shared.q[None, None, group]
+            store_output(consumer, arrays.out, own_rows, arrays.lse, place.head)
+        if cutlass.const_expr(config.count):
+            at = arrays.counters.iterator + place.kv_head * 2
+            count_blocks(at, tile.n_blocks, skipped, thread)
+
+    @cute.jit
+    def operands(self, shared: Shared, group: Int32) -> Operands:
+        config = self.config
+        mma_qk = warpgroup_mma(self.dtype, config.tile_n, K_MAJOR, False)
+        mma_pv = warpgroup_mma(self.dtype, config.head_dim, MN_MAJOR, True)
+        # Descriptors are per warpgroup: the slice of its first thread.
+        qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, group]
+        return Operands(
+            mma_qk,
+            mma_pv,
+            q,
+            qk.make_fragment_B(qk.partition_B(shared.k)),
+            pv.make_fragment_B(pv.partition_B(transposed(shared.v))),
+            pv.make_fragment_A(pv.partition_shape_A((ROWS, config.tile_n))),
+            cute.make_rmem_tensor(qk.partition_shape_C((ROWS, config.tile_n)), Float32),
+            cute.make_rmem_tensor(pv.partition_shape_C((ROWS, config.head_dim)), Float32),
+        )
+
+
+@cute.jit
+def count_blocks(at: cute.Pointer, visited: Int32, skipped: Int32, thread: Int32) -> None:
+    """Adds a warpgroup's numbers to the pair of its kv head."""
+    if thread == 0:
+        cute.arch.atomic_add(at, Int64(visited))
+        cute.arch.atomic_add(at + 1, Int64(skipped))
+
+
+def select(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))

@@ -1,0 +1,124 @@
+"""The Hopper kernel on a Hopper GPU: the oracle, exact counts, order of launches, graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from blasst.kernels.hopper.launch import prefill
+from blasst.kernels.testing import DialOptions, dialled_inputs
+from blasst.kernels.types import Geometry, RaggedKV
+
+pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.sm90,
+    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
+]
+
+Make = Callable[..., Any]
+
+SEQLENS = {
+    "ragged, context, an empty request": ((100, 164), (1, 70), (0, 0), (130, 130)),
+    "more queries than keys": ((90, 40), (3, 0), (5, 5)),
+    "one row": ((1, 1),),
+    "context": ((129, 1000), (64, 2000)),
+    "whole tiles": ((1024, 8064),),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page_size", [None, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("name", SEQLENS)
+def test_matches_the_oracle(make: Make, name: str, page_size: int | None, causal: bool) -> None:
+    make(SEQLENS[name], page_size=page_size, causal=causal, vote=False).check()
+    counters = make(SEQLENS[name], page_size=page_size, causal=causal).check()
+    if name in ("context", "whole tiles"):
+        assert counters[:, 1].sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (8, 2), (4, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shapes(
+    make: Make, head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "dtype": dtype}
+    call = make(((300, 3000), (77, 77)), head_dim=head_dim, page_size=16, **options)
+    assert call.check()[:, 1].sum() > 0
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2, 5, 8, 63, 127])
+@pytest.mark.parametrize("skip_rate", [0.0, 0.5, 0.95])
+def test_dialled_counts_are_exact(n_blocks: int, skip_rate: float) -> None:
+    options = DialOptions(dtype=torch.bfloat16, geometry=Geometry(64, 128), seed=n_blocks)
+    x = dialled_inputs(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        seqlen=128 * n_blocks,
+        skip_rate=skip_rate,
+        options=options,
+    )
+    q, out = x.q.cuda(), torch.empty_like(x.q, device="cuda")
+    counters = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+    prefill(
+        q,
+        RaggedKV(*(t.cuda() for t in vars(x.kv).values())),
+        x.cu_seqlens_q.cuda(),
+        out,
+        max_seqlen_q=q.shape[0],
+        softmax_scale=128**-0.5,
+        causal=True,
+        skip_lambda=x.skip_lambda.cuda(),
+        counters=counters,
+    )
+    assert torch.equal(counters.cpu(), x.counts(2))
+    assert (counters[:, 1].sum() > 0) == (skip_rate > 0 and n_blocks > 1)
+
+
+def test_a_thousand_launches_equal_isolated_ones(make: Make) -> None:
+    calls = [make(((200 + 8 * i, 700),), page_size=16, seed=i) for i in range(8)]
+    alone = []
+    for call in calls:
+        alone.append(call.run()[0])
+        torch.cuda.synchronize()
+    together = [calls[i % 8].run()[0] for i in range(1000)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, alone[i % 8]) for i, out in enumerate(together))
+
+
+def test_two_streams(make: Make) -> None:
+    calls = [make(((1000, 3000),), seed=i) for i in range(2)]
+    alone = [call.run()[0] for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    outs: list[list[torch.Tensor]] = [[], []]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                outs[i].append(calls[i].run()[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, alone[i]) for i in range(2) for out in outs[i])
+
+
+def test_graph_replays_with_lambda_changed_in_place(make: Make) -> None:
+    call = make(((500, 2000),), page_size=64)
+    call.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _, counters = call.run()
+    skips = []
+    for value in (0.0, 0.3, 0.9):
+        call.skip_lambda.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        now = dataclasses.replace(call, skip_lambda=torch.tensor([value], device="cuda"))
+        assert torch.equal(out, now.run()[0])
+        skips.append(int(counters[:, 1].sum()))
+    assert 0 == skips[0] < skips[1] < skips[2]

@@ -1,0 +1,112 @@
+"""The Triton kernel against the oracle: exact skip counts, out and lse within rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from blasst.kernels.reference import reference_attention
+from blasst.kernels.triton.launch import prefill
+from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
+
+pytest.importorskip("triton", reason="the Triton kernel needs triton")
+# A row that has seen nothing subtracts -inf from -inf, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+Make = Callable[..., tuple[Any, Any]]
+
+
+def check(
+    inputs: Any, case: Any, kv: PagedKV | RaggedKV, causal: bool, skip_lambda: torch.Tensor | None
+) -> torch.Tensor:
+    """Runs the kernel on poisoned outputs, compares with the oracle, returns the counters."""
+    spec = AttentionSpec(causal=causal, geometry=case.geometry)
+    want = reference_attention(
+        inputs.q, kv, inputs.cu_seqlens_q, spec=spec, skip_lambda=skip_lambda
+    )
+    assert want.smallest_margin > 1e-3, "the inputs hold a tie"
+    out = torch.full_like(inputs.q, torch.nan)
+    counters = torch.zeros(case.num_kv_heads, 2, dtype=torch.int64, device=inputs.q.device)
+    lse = prefill(
+        inputs.q,
+        kv,
+        inputs.cu_seqlens_q,
+        out,
+        max_seqlen_q=max(case.seqlens_q),
+        softmax_scale=case.head_dim**-0.5,
+        causal=causal,
+        geometry=case.geometry,
+        skip_lambda=skip_lambda,
+        counters=counters,
+    )
+    eps = 2 * torch.finfo(inputs.q.dtype).eps
+    torch.testing.assert_close(out.double(), want.out, rtol=eps, atol=eps)
+    torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
+    expected = want.counts(case.num_kv_heads) if skip_lambda is not None else 0 * counters
+    torch.testing.assert_close(counters, expected)
+    return counters
+
+
+CASES = {
+    "ragged batch with context, an empty request": {
+        "seqlens_q": (100, 1, 0, 130),
+        "seqlens_k": (164, 70, 0, 130),
+    },
+    "more queries than keys": {"seqlens_q": (90, 3), "seqlens_k": (40, 0), "low": 0.0},
+    "head_dim 128, one kv head": {
+        "seqlens_q": (70,),
+        "seqlens_k": (333,),
+        "head_dim": 128,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+    },
+    "bfloat16": {"seqlens_q": (200,), "seqlens_k": (500,), "dtype": torch.bfloat16},
+    "tiles of 32 x 64": {
+        "seqlens_q": (65,),
+        "seqlens_k": (257,),
+        "geometry": Geometry(32, 64),
+    },
+}
+LAMBDAS = (0.1, 0.5, 0.02, 0.3)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_oracle(
+    make_case: Make, name: str, page_size: int | None, causal: bool
+) -> None:
+    case, inputs = make_case(**CASES[name])
+    if case.dtype == torch.bfloat16 and not torch.cuda.is_available():
+        pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
+    kv: PagedKV | RaggedKV = inputs.paged(page_size) if page_size else inputs.ragged
+    skip_lambda = torch.tensor(LAMBDAS[: len(case.seqlens_q)], device=inputs.q.device)
+    check(inputs, case, kv, causal, None)
+    counters = check(inputs, case, kv, causal, skip_lambda)
+    assert (counters[:, 1].sum() > 0) == (case.low > 0)
+
+
+def test_lambda_is_read_per_request_and_zero_skips_nothing(make_case: Make) -> None:
+    case, inputs = make_case(seqlens_q=(64, 64), seqlens_k=(320, 320), low=0.9)
+    both, first, none = (
+        check(inputs, case, inputs.ragged, True, inputs.q.new_tensor(lambdas).float())
+        for lambdas in ([0.5, 0.5], [0.5, 0.0], [0.0, 0.0])
+    )
+    assert both[:, 1].sum() > first[:, 1].sum() > none[:, 1].sum() == 0
+
+
+def test_strided_inputs_and_outputs(make_case: Make) -> None:
+    """vLLM hands over views: q of a fused projection, a cache with heads before rows."""
+    case, inputs = make_case(seqlens_q=(70,), seqlens_k=(200,))
+    paged = inputs.paged(16)
+    k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (paged.k, paged.v))
+    fused = torch.cat([inputs.q, inputs.q], dim=1)[:, : case.num_heads]
+    assert not k.is_contiguous()
+    assert not fused.is_contiguous()
+    strided = type(inputs)(fused, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    kv = PagedKV(k, v, paged.page_table, paged.seqlens_k)
+    skip_lambda = torch.tensor([0.3], device=fused.device)
+    assert check(strided, case, kv, True, skip_lambda)[:, 1].sum() > 0
