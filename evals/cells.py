@@ -59,7 +59,18 @@ class Results:
 
 
 def collect(records: Sequence[Record]) -> Results:
-    """Of the server that the last plan in the file names. Raises InputError without any."""
+    """Of the server that the last plan in the file names. Raises InputError without any, or when a
+    record is not as `blasst ruler` writes it."""
+    try:
+        return _collect(records)
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise InputError(
+            f"the results lack a field or hold a wrong type ({e!r}): the file was edited or is of "
+            "another release; measure again with another --out"
+        ) from e
+
+
+def _collect(records: Sequence[Record]) -> Results:
     plans = [r for r in records if r["kind"] == "plan"]
     if not plans:
         raise InputError("the results hold no plan; make them with `blasst ruler sweep` or `run`")
@@ -106,7 +117,7 @@ def _cell(point: Point, task: str, length: int, records: list[Record]) -> Cell:
         prompt_tokens=mean("prompt_tokens"),
         score=task_score([r["match"] for r in records]),
         gold_nll=mean("gold_nll"),
-        ttft_s=statistics.median(r["ttft_s"] for r in records) if records else math.nan,
+        ttft_s=statistics.median(float(r["ttft_s"]) for r in records) if records else math.nan,
         skip_rate=skipped / visited if visited else math.nan,
     )
 

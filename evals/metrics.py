@@ -36,7 +36,7 @@ def gold_nll(
     """Mean of -ln p over the gold tokens, in nats a token, out of a server's `prompt_logprobs`.
 
     Entry i is {token id: {"logprob": ln p}} of token i given those before. Raises ServerError when
-    the list does not cover prompt + gold, or an entry lacks its own token.
+    the list does not cover prompt + gold, or an entry lacks its own token or is not finite.
     """
     expected = prompt_tokens + len(gold)
     if prompt_logprobs is None or len(prompt_logprobs) != expected:
@@ -48,9 +48,15 @@ def gold_nll(
     total = 0.0
     for token, entry in zip(gold, prompt_logprobs[prompt_tokens:], strict=True):
         try:
-            total -= float((entry or {})[str(token)]["logprob"])
+            logprob = float((entry or {})[str(token)]["logprob"])
         except (KeyError, TypeError, ValueError):
             raise ServerError(
                 f"prompt_logprobs has no logprob of gold token {token}: another tokenizer?"
             ) from None
+        if not math.isfinite(logprob):
+            raise ServerError(
+                f"the server's logprob of gold token {token} is {logprob}: its computation went "
+                "wrong, see its log"
+            )
+        total -= logprob
     return total / len(gold)

@@ -25,7 +25,7 @@ class ResultStore:
         self.records: list[Record] = []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - held until close()
+            self._file: IO[bytes] = open(path, "a+b", 0)  # noqa: SIM115 - held until close()
         except OSError as e:
             raise InputError(f"{path} cannot be written: {e.strerror}") from e
         try:
@@ -54,11 +54,18 @@ class ResultStore:
         return key in self._keys
 
     def append(self, record: Record) -> None:
-        """On disk when this returns."""
+        """On disk when this returns. Raises InputError when it cannot be (disk full)."""
         line = json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n"
-        self._file.write(line.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        rest = memoryview(line.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            raise InputError(
+                f"{self.path} cannot be written: {e.strerror}; what was measured before is in it, "
+                "the same command resumes"
+            ) from e
         self.records.append(record)
         if "key" in record:
             self._keys.add(record["key"])
@@ -92,7 +99,7 @@ def parse_lines(data: bytes, path: Path) -> list[Record]:
             record = json.loads(line)
             if not isinstance(record["kind"], str):
                 raise TypeError("kind")
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise InputError(
                 f"{path}, line {number}, is not a result ({e!r}): the file was edited or is of "
                 "another program; give another --out"

@@ -52,3 +52,9 @@ def test_gold_nll_is_the_mean_over_the_gold_tokens_alone() -> None:
 def test_a_server_that_does_not_score_the_gold_tokens_is_an_error(scores: object) -> None:
     with pytest.raises(ServerError, match="prompt_logprobs"):
         gold_nll(scores, 2, (7,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_a_logprob_that_is_no_number_is_an_error_not_a_hole_in_the_table(logprob: float) -> None:
+    with pytest.raises(ServerError, match=f"token 7 is {logprob}"):
+        gold_nll([None, {"7": {"logprob": logprob}}], 1, (7,))

@@ -191,3 +191,23 @@ def test_heat_map_shades_by_rate_and_leaves_holes_white() -> None:
         "<a>, layer 1: 100.0%",
         "<a>, layer 2: not measured",
     ]
+
+
+@pytest.mark.parametrize("field", ["visited", "match", "ttft_s", "threshold", "layers"])
+@pytest.mark.parametrize("change", ["missing", "of another type"])
+def test_records_that_someone_edited_are_one_clear_error(field: str, change: str) -> None:
+    broken = sample(**VOTE)
+    if change == "missing":
+        del broken[field]
+    else:
+        broken[field] = {"x": 1}
+    with pytest.raises(InputError, match="was edited or is of another release"):
+        collect([plan(), broken])
+
+
+def test_names_from_a_server_stay_text_on_the_page() -> None:
+    evil = "<script>alert(1)</script>\"'"
+    server = {**plan()["server"], "model": evil, "root": evil, "vllm_version": evil}
+    html = page(collect([plan(server=server, tasks=[evil], machine=evil, command=[evil])]))
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html

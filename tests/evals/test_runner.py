@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -212,6 +213,21 @@ def test_a_fault_that_begins_in_the_middle_is_an_error(
     assert fake.threshold is None
 
 
+def test_a_threshold_that_someone_sets_again_in_a_cell_is_an_error(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    class Meddler(Progress):
+        def step(self, what: str) -> None:
+            super().step(what)
+            fake.generation += 1  # to the same threshold: no counter tells
+
+    with (
+        ResultStore(tmp_path / "r.jsonl") as store,
+        pytest.raises(ServerError, match="changed during the cell"),
+    ):
+        run_sweep(connect(store), Plan(POINTS[1:2], samples[:1]), Meddler(0, quiet=True))
+
+
 def test_prompts_below_min_context_are_expected_to_run_dense(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
@@ -322,3 +338,21 @@ def test_points_keep_their_order_and_come_once() -> None:
         SkipThreshold("lambda", 0.5),
         SkipThreshold("scale", 100),
     ]
+
+
+def test_a_full_disk_is_one_clear_error_and_the_run_resumes(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ResultStore(path) as store:
+        store.append({"kind": "sample", "key": "a"})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
+        try:
+            with pytest.raises(InputError, match="the same command resumes"):
+                store.append({"kind": "sample", "key": "b"})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "b" not in store
+    with ResultStore(path) as store:
+        assert [r["key"] for r in store.records] == ["a"]
+        store.append({"kind": "sample", "key": "b"})
+    assert [r["key"] for r in read_results(path)] == ["a", "b"]
