@@ -153,7 +153,8 @@ def _tile_row(
         new_acc = acc * rescale[..., None] + p @ v[:, keys.start : keys.stop]
         acc = torch.where(keeps[..., None], new_acc, acc)
         running_max = new_max
-    out = torch.where(row_sum[..., None] > 0, acc / row_sum[..., None], 0.0)
+    # == 0, not > 0: a NaN must show.
+    out = torch.where(row_sum[..., None] == 0, 0.0, acc / row_sum[..., None])
     return out, (running_max + torch.log2(row_sum)) * LN_2
 
 

@@ -143,6 +143,16 @@ def test_what_the_workers_found_decides(
         rank.close()
 
 
+def test_workers_of_an_earlier_start_do_not_decide(make: Make, tmp_path: Path) -> None:
+    shape = RankShape("0", "0", "tiny", 1, 1)
+    Rank(shape, tmp_path / "stats", interval_s=60, device="cpu").close()
+    shape = RankShape("0", "1", "tiny", 1, 1, refusal="amx layout")
+    now = Rank(shape, tmp_path / "stats", interval_s=60, device="cpu")
+    with pytest.raises(AdmissionError, match="amx layout"):
+        make().admit(MAG, 100)
+    now.close()
+
+
 def test_serving_goes_on_without_a_place_for_the_page(tmp_path: Path) -> None:
     front = FrontEnd(Settings(private_stats_dir=tmp_path / "gone"), "tiny", "0.32.0", None)
     assert front.admit(MAG, 10_000).skip_lambda == 2**-2.5
