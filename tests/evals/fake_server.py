@@ -174,6 +174,8 @@ async def _stream(fake: Fake, body: dict[str, Any]) -> AsyncIterator[str]:
     answer = fake.answers.get(tuple(body["prompt"]), " nothing")
     for start in range(0, len(answer), 16):
         yield event(answer[start : start + 16])
+    if "breaks-off-late" in fake.faults:
+        return
     yield event("", "length")
     tokens = len(body["prompt"]) + ("adds-a-token" in fake.faults)
     usage = {"prompt_tokens": tokens, "completion_tokens": 5}

@@ -180,6 +180,7 @@ FAULTS = {
     "adds-a-token": "adds or cuts tokens",
     "cuts-prompts": "truncates prompts",
     "breaks-off": "ended before the answer did",
+    "breaks-off-late": "ended before the answer did",
     "refuses": "HTTP 400: no room",
 }
 
