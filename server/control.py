@@ -28,6 +28,7 @@ from blasst.server.problems import Problem
 from blasst.server.settings import SettingsError
 
 LOCK_NAME = ".control.lock"
+_MARK_BYTES = 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -45,7 +46,8 @@ class ControlService:
     """Holds the folder's writer lock from `open` to `close`; all methods are thread-safe.
 
     known_generation: the highest generation that any front end reports, so that a repaired file
-    is newer than whatever they still have in force.
+    is newer than whatever they still have in force. The lock file holds the highest generation ever
+    given out: the two others can be corrupt or gone.
     """
 
     def __init__(self, folder: Path, known_generation: Callable[[], int] = lambda: 0) -> None:
@@ -53,6 +55,7 @@ class ControlService:
         self._known_generation = known_generation
         self._lock = threading.Lock()
         self._highest = 0
+        self._floor = 0
         self._lock_fd: int | None = None
 
     def open(self) -> None:
@@ -73,6 +76,8 @@ class ControlService:
                 "or give this one its own --state-dir"
             ) from None
         self._lock_fd = fd
+        text = os.pread(fd, _MARK_BYTES, 0).strip()
+        self._floor = int(text) if text.isdigit() and len(text) < _MARK_BYTES - 4 else 0
         # Of a writer killed in mid-write; only the holder of the lock makes such files.
         for leftover in self.folder.glob(TEMP_PREFIX + "*"):
             with contextlib.suppress(OSError):
@@ -123,11 +128,19 @@ class ControlService:
                 reason=wish.reason,
             )
             try:
+                self._mark(state.generation)
                 write_desired(self.folder, state)
             except OSError as e:
                 raise _unwritable(e) from e
             self._highest = state.generation
             return state
+
+    def _mark(self, generation: int) -> None:
+        """Before the write: whatever a crash leaves of it, the next one is higher."""
+        assert self._lock_fd is not None
+        # Always as long as this: nothing of a longer number stays behind.
+        os.pwrite(self._lock_fd, b"%*d\n" % (_MARK_BYTES - 1, generation), 0)
+        os.fsync(self._lock_fd)
 
     def _next_generation(self, *, lost: bool) -> int:
         try:
@@ -137,7 +150,7 @@ class ControlService:
         if lost:
             # The unreadable file held at least the one after its predecessor's.
             previous += 1
-        return max(self._highest, previous, self._known_generation()) + 1
+        return max(self._highest, self._floor, previous, self._known_generation()) + 1
 
 
 def etag(state: DesiredState) -> str:

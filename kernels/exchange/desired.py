@@ -57,7 +57,8 @@ DENSE = DesiredState(generation=0, threshold=None)
 
 
 def write_desired(folder: Path, state: DesiredState) -> None:
-    """Replace the file durably: temp + fsync + rename + folder fsync; the old file stays beside it.
+    """Replace the file durably: temp + fsync + rename + folder fsync; the old file stays beside it
+    if it is a good one.
 
     Raises OSError (folder read-only, disk full): the old file is then still in place.
     """
@@ -73,7 +74,7 @@ def write_desired(folder: Path, state: DesiredState) -> None:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        if target.exists():
+        if _is_good(target):
             link = Path(temp + ".previous")
             # A copy: not every file system has hard links.
             shutil.copyfile(target, link)
@@ -89,6 +90,14 @@ def write_desired(folder: Path, state: DesiredState) -> None:
         os.fsync(folder_fd)
     finally:
         os.close(folder_fd)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        read_desired(path)
+    except (DesiredStateError, FileNotFoundError):
+        return False
+    return True
 
 
 def read_desired(path: Path) -> DesiredState:
