@@ -27,7 +27,7 @@ NOTHING_SEEN = torch.finfo(torch.float32).min
 """The running max of a row that has seen no key. Finite: minus it, a hidden score stays -inf, so
 such a row votes skip and adds 0, and no NaN arises."""
 
-SUM_RANGE = (2.0**-60, 2.0**64)
+SUM_RANGE = (2.0**-100, 2.0**96)
 """A row sum of exp2(score) in here lost nothing to overflow or underflow although no maximum was
 taken off, which saves a pass over the scores (two without a vote). Outside, the tile is computed
 again the usual way, and so are the head's later ones."""

@@ -1,8 +1,9 @@
 """Inputs for tests and benchmarks whose skip rate is chosen, not found by search.
 
 Every key block has a level that all queries see. Chosen blocks are low: below every block to their
-right; the others share the highest level. So a block is skipped iff it is low and left of the first
-row's own block, and no vote is nearer than 4 (log2 units) to a tie.
+right; the others share the highest level, 0, so that scores are no larger than a model's. So a
+block is skipped iff it is low and left of the first row's own block, and no vote is nearer than 4
+(log2 units) to a tie.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def dialled_inputs(
     )
     total = seqlen + context
     n_blocks = low.shape[1]
-    level = torch.where(low, torch.arange(n_blocks), n_blocks)
+    level = torch.where(low, torch.arange(n_blocks) - n_blocks, 0)
     key_level = level.repeat_interleave(geometry.tile_n, 1)[:, :total].t()
     q = torch.randn(seqlen, num_heads, head_dim, generator=generator)
     k = torch.randn(total, num_kv_heads, head_dim, generator=generator)

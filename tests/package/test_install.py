@@ -70,11 +70,11 @@ def test_wheel_imports_and_runs_with_nothing_else_installed(bare_python: Path) -
         "import blasst.kernels.threshold as t, blasst.kernels.exchange.layout, blasst.plugin\n"
         "import blasst.server.cli; print(t.__file__, t.mag_to_lambda(1000))"
     )
-    printed = run(str(bare_python), "-c", code, cwd=ROOT.parent)
+    printed = run(str(bare_python), "-c", code, cwd=bare_python.parent)
     assert str(bare_python.parents[1]) in printed
     assert printed.split()[-1] == "0.5"
     program = bare_python.parent / "blasst"
-    helped = run(str(program), "--help", cwd=ROOT.parent)
+    helped = run(str(program), "--help", cwd=bare_python.parent)
     for verb in ("serve", "doctor", "threshold", "ruler", "bench"):
         assert verb in helped
 
