@@ -132,6 +132,9 @@ def _add_health(app: FastAPI, settings: Settings, control: ControlService) -> No
             ) from e
         return models.Health()
 
+    for path, endpoint in (("/healthz", healthz), ("/readyz", readyz)):
+        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+
 
 def _add_metrics(app: FastAPI, control: ControlService, collector: PagesCollector) -> None:
     page = MetricsPage(collector, control)

@@ -47,12 +47,18 @@ class ControlService:
 
     known_generation: the highest generation that any front end reports, so that a repaired file
     is newer than whatever they still have in force. The lock file holds the highest generation ever
-    given out: the two others can be corrupt or gone.
+    given out: the two others can be corrupt or gone. refusal: why no layer that runs can skip.
     """
 
-    def __init__(self, folder: Path, known_generation: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        known_generation: Callable[[], int] = lambda: 0,
+        refusal: Callable[[], str] = lambda: "",
+    ) -> None:
         self.folder = folder
         self._known_generation = known_generation
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._highest = 0
         self._floor = 0
@@ -117,6 +123,7 @@ class ControlService:
                     raise unreadable(e) from e
                 current = None
             _check_if_match(if_match, current)
+            self._check_effect(wish)
             if current is not None and _same(current, wish):
                 return current
             state = DesiredState(
@@ -134,6 +141,17 @@ class ControlService:
                 raise _unwritable(e) from e
             self._highest = state.generation
             return state
+
+    def _check_effect(self, wish: Wish) -> None:
+        why = "" if wish.threshold is None else self._refusal()
+        if why:
+            raise Problem(
+                409,
+                "no-effect",
+                f"{wish.threshold} cannot take effect: no layer of the running engine can skip "
+                f"({why}). Restart it with a configuration that `blasst doctor` accepts, or set "
+                "the threshold to off.",
+            )
 
     def _mark(self, generation: int) -> None:
         """Before the write: whatever a crash leaves of it, the next one is higher."""

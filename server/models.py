@@ -177,7 +177,10 @@ class RankView(BaseModel):
     model_name: str
     impl: str
     alive: bool
-    age_s: float = Field(description="seconds since it last wrote its statistics page")
+    age_s: float = Field(
+        description="seconds since it last wrote its statistics page, which it does only after it "
+        "worked: of an idle rank it grows; alive says whether the process runs"
+    )
     counters: dict[str, int]
     tiles: TileTable
 

@@ -8,7 +8,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 from blasst.kernels.exchange.desired import DesiredState, DesiredStateError
-from blasst.kernels.exchange.layout import FRONT, LAMBDA_CLASSES, LENGTH_CLASSES, TTFT_BUCKETS_S
+from blasst.kernels.exchange.layout import (
+    FRONT,
+    LAMBDA_CLASSES,
+    LENGTH_CLASSES,
+    RANK,
+    TTFT_BUCKETS_S,
+)
 from blasst.kernels.exchange.pages import (
     CachedPages,
     ClassTotals,
@@ -35,6 +41,12 @@ def highest_generation(pages: Iterable[StatsPage]) -> int:
         ),
         default=0,
     )
+
+
+def refusal(pages: Iterable[StatsPage]) -> str:
+    """Why no layer of any running rank can skip; empty if one can, or while no rank runs."""
+    said = [p.labels.get("refusal", "") for p in pages if p.kind == RANK and p.alive]
+    return said[0] if said and all(said) else ""
 
 
 def converged(state: DesiredState, front_ends: Sequence[models.FrontEndView]) -> bool:

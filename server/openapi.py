@@ -32,6 +32,7 @@ _ETAG = {
 _WRITE = {
     400: "The body is not JSON.",
     408: "The body did not arrive in 10 seconds.",
+    409: "No layer of the running engine can skip: a threshold would have no effect.",
     412: "If-Match names another generation: somebody changed it first.",
     413: "The body is larger than 16 KiB.",
     415: "The body is not sent as application/json.",

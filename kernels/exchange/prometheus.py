@@ -231,7 +231,8 @@ def _pages(pages: Sequence[StatsPage], unreadable: int) -> Iterator[Metric]:
     now = time.time()
     yield _gauge(
         "blasst_stats_age_seconds",
-        "Time since a running process last wrote its statistics page.",
+        "Time since a running process last wrote its statistics page: a front end does it all the "
+        "time, a rank only after it worked, so that of an idle rank grows.",
         ("process",),
         [
             ((p.name.removesuffix(SUFFIX),), max(0.0, now - p.updated_at))

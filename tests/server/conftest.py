@@ -44,7 +44,9 @@ class FakeEngine:
         self.writers: list[StatsWriter] = []
         self.tables: dict[str, list[list[float]]] = {}
 
-    def rank(self, rank: int = 0, *, visited: int = 100, engine: int = 0) -> StatsWriter:
+    def rank(
+        self, rank: int = 0, *, visited: int = 100, engine: int = 0, refusal: str = ""
+    ) -> StatsWriter:
         """Layer l skips 10 * (l + 1) % of `visited`, so each row of the heat map differs."""
         writer = StatsWriter(
             self.stats,
@@ -58,6 +60,7 @@ class FakeEngine:
                 "impl": "cpu",
                 "first_layer": "0",
                 "first_kv_head": str(rank * HEADS),
+                "refusal": refusal,
             },
             fields=rank_fields(LAYERS, HEADS),
         )

@@ -14,7 +14,7 @@ from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.server.app import create_app
 from blasst.server.auth import MAX_BODY_BYTES
 from blasst.server.control import LOCK_NAME, ControlService, Wish
-from blasst.server.observe import highest_generation
+from blasst.server.observe import highest_generation, refusal
 from blasst.server.settings import Settings
 
 THRESHOLD = "/v1/blasst/threshold"
@@ -25,7 +25,11 @@ JSON = {"content-type": "application/json"}
 def client(tmp_path):
     collector = PagesCollector(tmp_path / "stats", max_age_s=0)
     cache = collector.cache
-    control = ControlService(tmp_path, lambda: highest_generation(cache.pages()))
+    control = ControlService(
+        tmp_path,
+        lambda: highest_generation(cache.pages()),
+        lambda: refusal(cache.pages()),
+    )
     control.open()
     app = create_app(Settings(tmp_path), control, collector)
     yield TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
@@ -408,6 +412,34 @@ def test_of_racing_writers_with_one_etag_exactly_one_wins(client):
             thread.join()
         assert sorted(codes) == [200] + [412] * 7
         assert client.get(THRESHOLD).json()["generation"] == generation + 1
+
+
+def test_a_threshold_that_can_have_no_effect_is_409(client, fake_engine):
+    engine = fake_engine()
+    engine.rank(0, refusal="head_dim 96 is not in 64, 128")
+    engine.rank(1, refusal="head_dim 96 is not in 64, 128")
+    for body in ({"mag": 2500}, {"lambda": 0.05}, {"scale": 500}):
+        detail = assert_problem(put(client, body, '"0"'), 409, "no-effect")
+        assert "head_dim 96 is not in 64, 128" in detail
+        assert "blasst doctor" in detail
+        assert "off" in detail
+    assert_problem(put(client, {"mag": 2500}, None), 428, "precondition-required")
+    assert client.get(THRESHOLD).json()["generation"] == 0
+    assert put(client, {"off": True}).json()["generation"] == 1
+    assert client.delete(THRESHOLD, headers={"if-match": "*"}).status_code == 200
+    operations = client.get("/openapi.json").json()["paths"][THRESHOLD]
+    assert "409" in operations["put"]["responses"]
+    assert "409" not in operations["delete"]["responses"]
+
+
+def test_one_rank_that_can_skip_and_ranks_that_are_gone_refuse_nothing(client, fake_engine):
+    engine = fake_engine()
+    engine.kill(engine.rank(0, refusal="gone").path.name)
+    assert put(client, {"mag": 2500}).status_code == 200
+    engine.rank(1, refusal="no")
+    assert put(client, {"mag": 3000}).status_code == 409
+    engine.rank(2)
+    assert put(client, {"mag": 3000}).status_code == 200
 
 
 def test_unknown_paths_and_methods_are_problems(client):
