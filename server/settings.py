@@ -64,7 +64,10 @@ def read_token(path: Path) -> str:
         with open(path, "rb") as f:
             data = f.read(_MAX_TOKEN_BYTES + 1)
     except OSError as e:
-        raise SettingsError(f"token file {path} cannot be read: {e.strerror}") from e
+        raise SettingsError(
+            f"token file {path} cannot be read: {e.strerror}; correct --token-file, or make one: "
+            "`(umask 077; openssl rand -hex 32 > FILE)`"
+        ) from e
     token = data.strip().decode("ascii", errors="replace")
     printable = all("!" <= c <= "~" for c in token)
     if len(data) > _MAX_TOKEN_BYTES or len(token) < MIN_TOKEN_CHARS or not printable:

@@ -37,7 +37,9 @@ class Sidecar:
         )
         cache = self._collector.cache
         self.control = ControlService(
-            self.settings.state_dir, lambda: observe.highest_generation(cache.pages())
+            self.settings.state_dir,
+            lambda: observe.highest_generation(cache.pages()),
+            lambda: observe.refusal(cache.pages()),
         )
 
     @property
@@ -48,10 +50,11 @@ class Sidecar:
 
     def prepare(self, *, dead_pages_older_than_s: float) -> None:
         """Raises SettingsError: folder unusable or taken, token file unusable, port taken."""
-        prepare_state_dir(self.settings.state_dir)
-        self.control.open()
+        # The folder last: what is refused before it leaves no empty one behind.
         app = create_app(self.settings, self.control, self._collector)
         self._socket = listen(self.settings.host, self.settings.port)
+        prepare_state_dir(self.settings.state_dir)
+        self.control.open()
         remove_dead(self.settings.stats_dir, dead_pages_older_than_s)
         self._server = uvicorn.Server(
             uvicorn.Config(

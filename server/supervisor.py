@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
@@ -46,9 +46,14 @@ class Supervisor:
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
-    def wait(self) -> int:
-        """The command's exit code (128 + number, if a signal ended it), its group being gone."""
+    def wait(self, needed: Callable[[], bool] = lambda: True) -> int:
+        """The command's exit code (128 + number, if a signal ended it), its group being gone.
+
+        needed: asked all the time; at the first False the command is stopped as by SIGTERM.
+        """
         while self._child.poll() is None:
+            if not self._signals and not self.stopping and not needed():
+                self._signals.append(signal.SIGTERM)
             self._pass_on()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(_POLL_S)

@@ -8,6 +8,7 @@ from pathlib import Path
 from blasst.kernels.threshold import SkipThreshold, Unit
 from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT
 
+DEFAULT_STATE_DIR = "$XDG_STATE_HOME (~/.local/state if unset)/blasst"
 _UNIT_OPTIONS: tuple[tuple[Unit, str, str, str], ...] = (
     ("mag", "--mag", "M", "threshold as MAG: lambda = 2^(-M/1000); a higher MAG skips less"),
     ("lambda", "--skip-lambda", "X", "threshold as lambda, natural base, 0 <= X < 1"),
@@ -34,6 +35,13 @@ def threshold_of(args: argparse.Namespace) -> SkipThreshold | None:
         if value is not None:
             return SkipThreshold.parse(unit, value)
     return None
+
+
+def state_folder(text: str) -> Path:
+    """Value of --state-dir: empty (of an unset shell variable) would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; name a folder, or leave the option out")
+    return Path(text)
 
 
 def add_sidecar_options(parser: argparse.ArgumentParser, prefix: str) -> None:

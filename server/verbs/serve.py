@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
 from blasst.server.verbs import vllm_options
 from blasst.server.verbs.common import (
+    DEFAULT_STATE_DIR,
     add_sidecar_options,
     add_threshold_options,
+    state_folder,
     threshold_of,
 )
 from blasst.server.verbs.vllm_options import VllmOptions
@@ -49,7 +52,7 @@ examples:
 
 exit codes: 2 bad input, found before anything was started: port taken, model folder missing, state
 folder unusable, a conflicting option; otherwise that of vLLM (128 + N if signal N ended it), and 1
-where vLLM ended by itself with 0
+where vLLM ended by itself with 0 or the sidecar did
 """
 
 
@@ -63,9 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_sidecar_options(parser, "sidecar-")
     parser.add_argument(
         "--state-dir",
-        type=Path,
+        type=state_folder,
         metavar="DIR",
-        help="folder for desired.json and stats/ (default $XDG_STATE_HOME/blasst/PORT, 0700)",
+        help=f"folder for desired.json and stats/ (default {DEFAULT_STATE_DIR}/PORT, 0700)",
     )
     parser.add_argument(
         "--min-context",
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         threshold = threshold_of(args)
         vllm = vllm_options.parse(args.extra)
         command = [*_vllm_command(args.vllm_command), "serve", *vllm.arguments]
-        settings = _settings(args, vllm.port)
+        settings = _settings(args, vllm)
         child: Child = (command, _environment(args, settings), args.stop_timeout)
     except (ThresholdError, SettingsError) as e:
         return fail(e, 2)
@@ -118,8 +121,9 @@ def _serve(settings: Settings, given: Given, vllm: VllmOptions, child: Child) ->
 
     sidecar = Sidecar(settings)
     try:
-        sidecar.prepare(dead_pages_older_than_s=0)
+        # The ports first: a start that is refused leaves no empty folder behind.
         vllm_options.check_port_free(vllm)
+        sidecar.prepare(dead_pages_older_than_s=0)
         in_force = _set_given(sidecar.control, given)
         return _supervise(sidecar, child, in_force)
     except (SettingsError, Problem) as e:
@@ -136,7 +140,7 @@ def _set_given(control: ControlService, given: Given) -> str:
         old = control.read()
     except DesiredStateError as e:
         if given.threshold is None:
-            return f"unknown: {e}"
+            return f"unknown: {e} (blasst threshold set --mag N --force)"
         old = DENSE
     new = old
     # The file rules over the environment, in which --min-context travels: clear it there.
@@ -145,7 +149,7 @@ def _set_given(control: ControlService, given: Given) -> str:
         new = control.set(wish, "*")
     if not new.generation:
         return ""
-    kept = ", as an earlier run left it" if new == old else ""
+    kept = ", as an earlier run left it" if given.threshold is None and new == old else ""
     return f"{new.threshold or 'dense'}, generation {new.generation}{kept}"
 
 
@@ -161,20 +165,28 @@ def _supervise(sidecar: Sidecar, start: Child, in_force: str) -> int:
         print(f"blasst serve: sidecar {sidecar.url} state {sidecar.settings.state_dir}", flush=True)
         if in_force:
             print(f"blasst serve: threshold {in_force}", flush=True)
-        code = child.wait()
+        code = child.wait(needed=lambda: sidecar.running)
+        lost = not sidecar.running
     finally:
         child.end()
+    if lost:
+        return fail("the sidecar stopped by itself, so vLLM was stopped too; start both again", 1)
     if child.stopping:
         return code
     # vLLM exits with 0 when its engine was killed: whoever restarts us must not take that for good.
     return fail(f"vLLM ended by itself with exit code {code}", code or 1)
 
 
-def _settings(args: argparse.Namespace, served_port: int) -> Settings:
+def _settings(args: argparse.Namespace, vllm: VllmOptions) -> Settings:
     if not (math.isfinite(args.stop_timeout) and args.stop_timeout >= 0):
         raise SettingsError(f"--stop-timeout {args.stop_timeout} must be at least 0 seconds")
+    if vllm.known_port and args.sidecar_port == vllm.port:
+        raise SettingsError(
+            f"--port and --sidecar-port are both {vllm.port} and collide; give vLLM or the sidecar "
+            "another"
+        )
     return Settings(
-        args.state_dir or default_state_dir(served_port),
+        args.state_dir or default_state_dir(vllm.port),
         args.sidecar_host,
         args.sidecar_port,
         args.token_file,
@@ -190,6 +202,11 @@ def _vllm_command(given: str) -> list[str]:
     if not words and not Path(command[0]).exists():
         raise SettingsError(
             f"no vLLM beside {sys.executable}: pip install 'blasst[cpu]' or 'blasst[cuda]'"
+        )
+    if shutil.which(command[0]) is None:
+        raise SettingsError(
+            f"{command[0]} cannot be started: No such file, or not executable; "
+            "correct --vllm-command"
         )
     return command
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
-from blasst.server.verbs.common import add_sidecar_options
+from blasst.server.verbs.common import DEFAULT_STATE_DIR, add_sidecar_options, state_folder
 
 if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar
@@ -31,10 +30,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_sidecar_options(parser, "")
     parser.add_argument(
         "--state-dir",
-        type=Path,
+        type=state_folder,
         metavar="DIR",
         help="folder shared with vLLM: desired.json and stats/ (default "
-        f"$XDG_STATE_HOME/blasst/{_VLLM_PORT}, as of blasst serve)",
+        f"{DEFAULT_STATE_DIR}/{_VLLM_PORT}, as of blasst serve)",
     )
 
 

@@ -63,7 +63,10 @@ def _check_model(model: str) -> None:
     looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
     if not path.exists():
         if looks_local:
-            raise SettingsError(f"model {model} does not exist")
+            raise SettingsError(
+                f"model {model} does not exist; give a folder that has a config.json, or a Hub "
+                "name such as Qwen/Qwen3-8B"
+            )
         return
     if path.is_dir() and not any((path / name).exists() for name in _CONFIG_FILES):
         raise SettingsError(f"model folder {model} has no config.json: it is not a model")

@@ -191,8 +191,11 @@ def test_what_is_in_force_is_said_at_the_start(serve, tmp_path):
     out = run_once(serve)
     assert "threshold mag 2500, generation 1, as an earlier run left it\n" in out
     (tmp_path / "state" / FILE_NAME).write_text("{")
-    assert f"threshold unknown: {FILE_NAME} is not JSON" in run_once(serve)
-    assert "threshold scale 500, generation 2\n" in run_once(serve, "--scale", 500)
+    out = run_once(serve)
+    assert f"threshold unknown: {FILE_NAME} is not JSON" in out
+    assert "blasst threshold set --mag N --force" in out
+    for _ in range(2):
+        assert "threshold scale 500, generation 2\n" in run_once(serve, "--scale", 500)
 
 
 def test_a_given_min_context_rules_over_an_earlier_one(serve, tmp_path):
@@ -301,6 +304,25 @@ def test_a_process_that_nothing_ends_does_not_hold_the_end_up():
     )
 
 
+def test_the_death_of_the_sidecar_stops_vllm_and_is_a_failure(serve, tmp_path):
+    folder = tmp_path / "patched"
+    folder.mkdir()
+    code = """
+        import threading, uvicorn
+        serve = uvicorn.Server.run
+        def run(self, sockets):
+            threading.Timer(2, setattr, (self, "should_exit", True)).start()
+            serve(self, sockets)
+        uvicorn.Server.run = run
+    """
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    served = serve(mode="leaves_a_worker", env={"PYTHONPATH": str(folder)})
+    assert served.process.wait() == 1
+    assert "the sidecar stopped by itself, so vLLM was stopped too" in served.process.error()
+    assert "got SIGTERM" in served.process.out.read_text()
+    served.assert_nothing_left()
+
+
 @pytest.fixture
 def refuse(refused, tmp_path, model, port):
     """`blasst serve` that must end before vLLM is started; what it says."""
@@ -332,7 +354,20 @@ def test_a_taken_sidecar_port_too(refuse):
 
 
 def test_one_port_for_both_is_refused(refuse, port):
-    assert "in use" in refuse("--sidecar-port", port)
+    message = refuse("--sidecar-port", port)
+    assert f"--port and --sidecar-port are both {port} and collide" in message
+
+
+@pytest.mark.parametrize("taken", ["vllm", "sidecar", "command"])
+def test_a_refused_start_leaves_no_folder_behind(refuse, tmp_path, port, taken):
+    with socket.create_server(("127.0.0.1", port if taken == "vllm" else 0)) as s:
+        given = {
+            "vllm": (),
+            "sidecar": ("--sidecar-port", s.getsockname()[1]),
+            "command": ("--vllm-command", "/nonexistent/vllm"),
+        }
+        refuse("--mag", 2500, *given[taken])
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize(
@@ -358,7 +393,8 @@ def test_one_port_for_both_is_refused(refuse, port):
         (("--stop-timeout", "nan"), "at least 0"),
         (("--vllm-command", '"'), "No closing quotation"),
         (("--sidecar-host", "0.0.0.0"), "without a token"),
-        (("--token-file", "/nonexistent"), "cannot be read"),
+        (("--token-file", "/nonexistent"), "correct --token-file, or make one: "),
+        (("--state-dir", ""), "--state-dir: is empty"),
         (("--state-dir", "/proc/nothing"), "cannot be used"),
     ],
 )
@@ -380,7 +416,7 @@ def test_no_vllm_beside_this_python_names_the_extra(refuse, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("/nonexistent/model", "does not exist"),
+        ("/nonexistent/model", "does not exist; give a folder that has a config.json, or a Hub"),
         ("./missing", "does not exist"),
         ("a/b/c", "does not exist"),
         ("/tmp", "no config.json"),

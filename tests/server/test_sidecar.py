@@ -65,6 +65,17 @@ def test_it_serves_and_stops_on_a_signal(sidecar, state, number):
     assert process.err.read_text() == ""
 
 
+def test_head_of_health_answers_like_get(sidecar, state):
+    _, client = sidecar()
+    for path in ("/healthz", "/readyz"):
+        head = client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == client.get(path).headers["content-length"]
+    (state / FILE_NAME).write_text("{")
+    assert client.head("/readyz").status_code == 503
+    assert client.head("/healthz").status_code == 200
+
+
 def test_a_second_sidecar_on_one_folder_is_refused(sidecar, blasst, state):
     _, client = sidecar()
     second = blasst("sidecar", "--state-dir", state, "--port", 0)
@@ -79,6 +90,7 @@ def test_a_taken_port_is_refused_and_gives_the_folder_back(blasst, sidecar, stat
         process = blasst("sidecar", "--state-dir", state, "--port", port)
         assert process.wait() == 2
         assert f"cannot listen on 127.0.0.1:{port}" in process.error()
+    assert not state.exists()
     sidecar()
 
 
@@ -92,6 +104,7 @@ def test_a_taken_port_is_refused_and_gives_the_folder_back(blasst, sidecar, stat
         (("--state-dir", "/proc/nothing"), "state folder /proc/nothing cannot be used"),
         (("--state-dir", "/dev/null"), "cannot be used"),
         (("--port", "eight"), "invalid int value"),
+        (("--state-dir", ""), "--state-dir: is empty"),
     ],
 )
 def test_a_start_that_cannot_work_is_one_line(refused, state, tmp_path, arguments, message):
