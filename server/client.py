@@ -22,11 +22,14 @@ _MAX_ANSWER_BYTES = 4 << 20
 
 
 class ApiError(Exception):
-    """The sidecar cannot be reached or refused; the message says which. status 0: no answer."""
+    """The sidecar cannot be reached or refused; the message says which. status 0: no answer.
 
-    def __init__(self, status: int, message: str) -> None:
+    kind: the last part of the problem's `type`; empty for what is no problem of a sidecar."""
+
+    def __init__(self, status: int, message: str, kind: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.kind = kind
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -101,9 +104,13 @@ class ThresholdClient:
                 state = json.loads(answer.read(_MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as e:
             with e:
-                raise ApiError(e.code, _problem(e)) from None
+                raise _refused(e) from None
         except urllib.error.URLError as e:
-            raise ApiError(0, f"no sidecar answers at {self.url}: {e.reason}") from None
+            raise ApiError(
+                0,
+                f"no sidecar answers at {self.url}: {e.reason}; start `blasst serve` or "
+                "`blasst sidecar`, or name its address with --url",
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise ApiError(0, f"no usable answer from {self.url}: {e}") from None
         if not isinstance(state, dict) or not state.keys() >= _SHOWN:
@@ -111,9 +118,10 @@ class ThresholdClient:
         return state
 
 
-def _problem(error: urllib.error.HTTPError) -> str:
+def _refused(error: urllib.error.HTTPError) -> ApiError:
     try:
-        detail = json.loads(error.read(65_536))["detail"]
+        problem = json.loads(error.read(65_536))
+        detail, kind = problem["detail"], str(problem["type"]).rpartition(":")[2]
     except (ValueError, KeyError, TypeError, OSError):
-        detail = error.reason
-    return f"HTTP {error.code}: {detail}"
+        detail, kind = error.reason, ""
+    return ApiError(error.code, f"HTTP {error.code}: {detail}", kind)

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from blasst.kernels.threshold import ThresholdError
 from blasst.server.cli import fail
@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.allow_abbrev = False
         _add_common(action)
     add_threshold_options(change, off=True, required=True)
+    change.add_argument("value", nargs="?", type=_no_unit, metavar="VALUE", help=argparse.SUPPRESS)
     change.add_argument(
         "--min-context",
         type=int,
@@ -74,7 +75,21 @@ def run(args: argparse.Namespace) -> int:
     except (ThresholdError, SettingsError) as e:
         return fail(e, 2)
     except ApiError as e:
-        return fail(e, 2 if e.status in (400, 422) else 1)
+        return fail(f"{e}{_remedy(e, args)}", 2 if e.status in (400, 422) else 1)
+
+
+def _remedy(error: ApiError, args: argparse.Namespace) -> str:
+    """What to do about it at the command line, where the API's own words are about HTTP."""
+    if error.kind == "state-unreadable":
+        return "; from here: `blasst threshold set --mag N --force`"
+    if error.status != 401:
+        return ""
+    if args.token_file is None:
+        return " No token was sent: give --token-file FILE, the file the sidecar was started with."
+    return (
+        f" The token in {args.token_file} is not accepted: --token-file must name the file the "
+        "sidecar was started with."
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +114,19 @@ def _set(client: ThresholdClient, args: argparse.Namespace) -> int:
 
 
 def _finish(client: ThresholdClient, state: dict[str, Any], args: argparse.Namespace) -> int:
+    wanted = state["generation"]
     if args.wait:
-        state = client.wait_converged(state["generation"], args.wait)
+        state = client.wait_converged(wanted, args.wait)
     _print(state, args.json)
-    return NOT_CONVERGED if args.wait and not state["converged"] else 0
+    if not args.wait or state["converged"]:
+        return 0
+    follow, live = _followers(state)
+    written = "was written but" if args.action == "set" else "is"
+    return fail(
+        f"generation {wanted} {written} not taken up within {args.wait:g} s: "
+        f"{follow}/{live} front ends follow",
+        NOT_CONVERGED,
+    )
 
 
 def _watch(client: ThresholdClient, args: argparse.Namespace) -> int:
@@ -125,9 +149,19 @@ def _print(state: dict[str, Any], as_json: bool) -> None:
     text = "dense" if threshold is None else f"{threshold['unit']} {threshold['value']:g}"
     if threshold is not None and threshold["unit"] == "mag":
         text += f" (lambda {state['lambda']:.6g})"
-    live = [f for f in state["front_ends"] if f["alive"]]
-    follow = sum(f["generation_read"] == state["generation"] for f in live)
+    follow, live = _followers(state)
     print(
-        f"{text}, generation {state['generation']}, {follow}/{len(live)} front ends follow",
-        flush=True,
+        f"{text}, generation {state['generation']}, {follow}/{live} front ends follow", flush=True
+    )
+
+
+def _followers(state: dict[str, Any]) -> tuple[int, int]:
+    """How many of the running front ends have read this generation; how many run."""
+    live = [f for f in state["front_ends"] if f["alive"]]
+    return sum(f["generation_read"] == state["generation"] for f in live), len(live)
+
+
+def _no_unit(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(
+        f"{text!r} has no unit; give --mag {text} (or --skip-lambda, --scale, or --off for dense)"
     )

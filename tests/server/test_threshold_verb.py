@@ -119,9 +119,33 @@ def test_wait_returns_when_the_front_end_follows(blasst_threshold, fake_engine):
 
 def test_wait_in_vain_is_exit_3(blasst_threshold, fake_engine):
     fake_engine().front(42)
-    code, out, _ = blasst_threshold("set", "--mag", 2500, "--wait", 0.5)
+    code, out, err = blasst_threshold("set", "--mag", 2500, "--wait", 0.5)
     assert code == 3
     assert out.endswith("generation 1, 0/1 front ends follow\n")
+    assert err == (
+        "blasst: error: generation 1 was written but not taken up within 0.5 s: "
+        "0/1 front ends follow\n"
+    )
+    code, _, err = blasst_threshold("get", "--wait", 0.1)
+    assert code == 3
+    assert "generation 1 is not taken up within 0.1 s" in err
+
+
+def test_a_number_without_a_unit_is_told_the_option(blasst_threshold):
+    for arguments in (["2500"], ["2500", "--wait", "1"]):
+        code, _, err = blasst_threshold("set", *arguments)
+        assert code == 2
+        assert "'2500' has no unit; give --mag 2500" in err
+        assert err.count("\n") == 1
+
+
+def test_a_threshold_without_effect_is_exit_1(blasst_threshold, fake_engine):
+    fake_engine().rank(0, refusal="head_dim 96")
+    code, _, err = blasst_threshold("set", "--mag", 2500)
+    assert code == 1
+    assert "HTTP 409: " in err
+    assert "(head_dim 96)" in err
+    assert blasst_threshold("set", "--off")[0] == 0
 
 
 def test_a_corrupt_file_is_exit_1_and_force_repairs(blasst_threshold, tmp_path):
@@ -130,6 +154,7 @@ def test_a_corrupt_file_is_exit_1_and_force_repairs(blasst_threshold, tmp_path):
     code, _, err = blasst_threshold("get")
     assert code == 1
     assert "HTTP 503" in err
+    assert "`blasst threshold set --mag N --force`" in err
     assert blasst_threshold("set", "--mag", 2500)[0] == 1
     assert blasst_threshold("set", "--mag", 2500, "--force")[0] == 0
 
@@ -140,10 +165,14 @@ def test_the_token_is_needed_and_never_shown(make_sidecar, tmp_path, capsys):
     sidecar = make_sidecar(token_file=tmp_path / "token")
     command = ["threshold", "get", "--url", sidecar.url]
     assert cli.main(command) == 1
+    missing = capsys.readouterr().err
     assert cli.main([*command, "--token-file", str(tmp_path / "wrong")]) == 1
-    err = capsys.readouterr().err
-    assert err.count("HTTP 401") == 2
-    assert "x" * 32 not in err
+    wrong = capsys.readouterr().err
+    assert "HTTP 401" in missing
+    assert "HTTP 401" in wrong
+    assert "No token was sent: give --token-file FILE" in missing
+    assert f"The token in {tmp_path / 'wrong'} is not accepted: --token-file must" in wrong
+    assert "x" * 32 not in wrong
     assert cli.main([*command, "--token-file", str(tmp_path / "token")]) == 0
 
 
@@ -173,6 +202,7 @@ def test_nobody_there_is_exit_1(blasst_threshold):
     code, _, err = blasst_threshold("get", url=f"http://127.0.0.1:{port}")
     assert code == 1
     assert "no sidecar answers" in err
+    assert "start `blasst serve` or `blasst sidecar`, or name its address with --url" in err
 
 
 class _Other(http.server.BaseHTTPRequestHandler):
