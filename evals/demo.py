@@ -17,8 +17,7 @@ from blasst.evals.thresholds import Point, parse_points
 
 if TYPE_CHECKING:
     from blasst.evals.progress import Progress
-    from blasst.evals.runner import Runner
-    from blasst.evals.samples import Sample
+    from blasst.evals.sweep import Plan
 
 _EPILOG = """exit codes: 0 done, 1 the server failed or a check did not hold, 2 bad input, 130
 interrupted. Whatever was started is stopped in every case."""
@@ -27,16 +26,18 @@ _SEED = 7
 _MAX_TOKENS = 48
 """Four numbers and their commas fit; RULER's 128 would only make the demo longer."""
 _MIN_CONTEXT = 512
-_MOST_SAMPLES = 10
-_GRACE_S = 100.0
-"""More time for the first round, so that a slow machine too has every cell."""
-_PLANNED_SHARE = 0.85
-"""Of the time left, so that a slower moment of the machine does not end the sweep early."""
+_SAMPLES = 2
+"""Of each task and length; an idle machine of two cores has time for both."""
+_END_S = 25.0
+"""For stopping the server and the report."""
+_OVERRUN_S = 40.0
+"""What a group may take longer than foreseen before it is dropped."""
+_FILES = ("index.html", "report.md", "results.jsonl", "serve.log")
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """lengths: tokens. minutes: for everything after the server is ready, at most."""
+    """lengths: tokens. minutes: for everything, from the start to the report."""
 
     out: Path
     lengths: tuple[int, ...]
@@ -74,8 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--minutes",
         type=float,
-        default=7.0,
-        help="time for the measurements; decides how many samples (default: %(default)s)",
+        default=8.5,
+        help="time for everything; what does not fit is left out (default: %(default)s)",
     )
     add("--serve-command", default="", metavar="CMD", help="instead of the `blasst serve` beside")
     add("--json", action="store_true", help="print the cells as one JSON object to stdout")
@@ -115,94 +116,77 @@ def _options(args: argparse.Namespace) -> DemoOptions:
 
 
 def _demo(options: DemoOptions) -> None:
-    from blasst.evals import demo_acts
-    from blasst.evals.client import Completions
-    from blasst.evals.deployment import Deployment
+    from blasst.evals.machine import describe_machine
     from blasst.evals.models import SMOLLM2_NAME, smollm2_folder
-    from blasst.evals.progress import Progress
-    from blasst.evals.runner import Runner, RunOptions
-    from blasst.evals.sidecar import Sidecar
-    from blasst.evals.store import ResultStore
+    from blasst.evals.output import OutputFolder
+    from blasst.evals.progress import Progress, duration
+    from blasst.evals.report import CPU_NOTE
     from blasst.evals.suite import Suite, make_samples
+    from blasst.evals.sweep import Plan
 
+    start, machine = time.monotonic(), describe_machine()
     progress = Progress(0)
+    progress.say(machine)
     model = smollm2_folder(progress.say)
-    suite = Suite.of(_TASKS, options.lengths, _MOST_SAMPLES, _SEED)
+    suite = Suite.of(_TASKS, options.lengths, _SAMPLES, _SEED)
     samples = list(make_samples(suite, model, "auto", progress.say))
-    results_file = _fresh_results(options.out)
+    plan = Plan(options.points, samples, by_round=True, notes=(CPU_NOTE,), machine=machine)
     command = [*options.command, str(model), "--served-model-name", SMOLLM2_NAME]
     command += ["--dtype", "float32", "--max-model-len", str(max(options.lengths))]
     command += ["--max-num-seqs", "4", "--enforce-eager", "--min-context", str(_MIN_CONTEXT)]
-    progress.say("starting the server: blasst serve " + " ".join(command[len(options.command) :]))
+    with OutputFolder(options.out, _FILES) as output:
+        words = " ".join(command[len(options.command) :])
+        progress.say("starting the server: blasst serve " + words)
+        _measure(command, output.partial, plan, progress, start + 60.0 * options.minutes)
+        text = _report(output.partial, as_json=options.json)
+        output.publish()
+    print(text)
+    target = options.out / "index.html"
+    print(f"\nreport: {target}, after {duration(time.monotonic() - start)}", file=sys.stderr)
+
+
+def _measure(
+    command: list[str], folder: Path, plan: Plan, progress: Progress, until: float
+) -> None:
+    """Serve, show, sweep and stop. until: on time.monotonic(), with the report written."""
+    from blasst.evals import demo_acts
+    from blasst.evals.client import Completions
+    from blasst.evals.deployment import Deployment
+    from blasst.evals.runner import Runner, RunOptions
+    from blasst.evals.sidecar import Sidecar
+    from blasst.evals.store import ResultStore
+    from blasst.evals.sweep import run_sweep
+    from blasst.evals.timebox import TimeBox
+
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Deployment(command, options.out / "serve.log", progress.say))
-        ready = time.monotonic()
+        server = stack.enter_context(Deployment(command, folder / "serve.log", progress.say))
         client = Completions(server.url)
         stack.callback(client.close)
         sidecar = Sidecar(server.sidecar_url)
         stack.callback(sidecar.close)
-        store = stack.enter_context(ResultStore(results_file))
+        store = stack.enter_context(ResultStore(folder / "results.jsonl"))
         limits = RunOptions(max_tokens=_MAX_TOKENS, min_context=_MIN_CONTEXT)
         runner = Runner(client, sidecar, store, limits)
-        demo_acts.long_prompts(runner, options.points, samples, progress.say)
-        demo_acts.change_while_serving(runner, options.points[-1], samples, progress.say)
-        demo_acts.per_request(runner, options.points[-1], samples, progress.say)
-        _sweep(runner, options, samples, progress, ready)
+        strongest = plan.points[-1]
+        demo_acts.long_prompts(runner, plan.points, plan.samples, progress.say)
+        demo_acts.change_while_serving(runner, strongest, plan.samples, progress.say)
+        demo_acts.per_request(runner, strongest, plan.samples, progress.say)
+        progress.say(
+            f"RULER: {len(_TASKS)} tasks x {len(plan.lengths())} lengths x {len(plan.points)} "
+            f"thresholds, up to {_SAMPLES} samples each"
+        )
+        end = until - _END_S
+        run_sweep(runner, plan, progress, TimeBox(end, end + _OVERRUN_S))
+        progress.close()
         progress.say("stopping the server")
-    _publish(options, results_file)
 
 
-def _fresh_results(folder: Path) -> Path:
-    """A demo measures anew each time: results of an earlier one are removed."""
-    path = folder / "results.jsonl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-    except OSError as e:
-        raise InputError(f"{folder} cannot be written: {e.strerror}; give another --out") from e
-    return path
-
-
-def _sweep(
-    runner: Runner,
-    options: DemoOptions,
-    samples: list[Sample],
-    progress: Progress,
-    ready: float,
-) -> None:
-    """One sample of every cell first; its time then says how many more fit.
-
-    ready: when the server was, on time.monotonic().
-    """
-    from blasst.evals.progress import duration
-    from blasst.evals.sweep import Plan, run_sweep
-
-    cells = len(options.points) * len(options.lengths) * len(_TASKS)
-    progress.say(f"RULER: {cells} cells, one sample each to begin with")
-    start = time.monotonic()
-    first = Plan(options.points, [s for s in samples if s.index == 0])
-    stop_at = ready + 60.0 * options.minutes
-    run_sweep(runner, first, progress, stop_at + _GRACE_S)
-    now = time.monotonic()
-    left = stop_at - now
-    more = int(left * _PLANNED_SHARE / max(now - start, 1e-3))
-    count = min(_MOST_SAMPLES, 1 + max(0, more))
-    progress.say(
-        f"a round takes {duration(now - start)} and {duration(left)} are left: "
-        f"{count} sample{'s' if count > 1 else ''} a cell"
-    )
-    if count > 1:
-        more_plan = Plan(options.points, [s for s in samples if s.index < count])
-        run_sweep(runner, more_plan, progress, stop_at)
-    progress.close()
-
-
-def _publish(options: DemoOptions, results_file: Path) -> None:
+def _report(folder: Path, *, as_json: bool) -> str:
+    """Write the report; returns what to print."""
+    from blasst.evals import report
     from blasst.evals.cells import collect
-    from blasst.evals.report import as_json, text_table, write_report
     from blasst.evals.store import read_results
 
-    results = collect(read_results(results_file))
-    target = write_report(results, options.out)
-    print(json.dumps(as_json(results)) if options.json else "\n" + text_table(results))
-    print(f"\nreport: {target}", file=sys.stderr)
+    results = collect(read_results(folder / "results.jsonl"))
+    report.write_report(results, folder)
+    return json.dumps(report.as_json(results)) if as_json else "\n" + report.as_text(results)

@@ -21,16 +21,16 @@ def long_prompts(
     runner: Runner, points: Sequence[Point], samples: Sequence[Sample], say: Say
 ) -> None:
     """One prompt of each length, dense and at each MAG."""
-    say("long prompts, dense and under thresholds (one each; the first of a length warms up):")
+    say("long prompts, dense and under thresholds (each after a warm-up that is not shown):")
     for length in sorted({s.length for s in samples}):
         sample = _first(samples, length)
-        runner.warm_up(sample)
         for point in points:
             runner.activate(point, sample)
+            runner.warm_up(point, sample)
             ttft, moved = _send(runner, sample)
             say(
-                f"  {len(sample.prompt):>6} tokens  {name_of(point):<10} TTFT {ttft:6.3f} s  "
-                f"{_skip_words(moved)}"
+                f"  {len(sample.prompt):>6} tokens  {name_of(point):<10} "
+                f"time to first token {ttft:6.3f} s{_skip_words(moved)}"
             )
 
 
@@ -60,12 +60,12 @@ def change_while_serving(runner: Runner, point: Point, samples: Sequence[Sample]
         raise ServerError("a request after the change still ran dense")
     say("threshold changed through the sidecar while it serves:")
     say(
-        f"  dense -> {name_of(point)}: generation {setting.generation} in force in every front end "
-        f"after {took:.2f} s"
+        f"  dense -> {name_of(point)}: in force for every new request after {took:.2f} s "
+        f"(generation {setting.generation})"
     )
     state = "in flight during the change" if in_flight else "admitted before the change"
     say(f"  request {state}: {old.dense_tokens} tokens dense, as admitted")
-    say(f"  next request: {new.vote_tokens} tokens with the vote, {_skip_words(new)}")
+    say(f"  next request: {new.vote_tokens} tokens under {name_of(point)}{_skip_words(new)}")
 
 
 def per_request(runner: Runner, point: Point, samples: Sequence[Sample], say: Say) -> None:
@@ -79,11 +79,12 @@ def per_request(runner: Runner, point: Point, samples: Sequence[Sample], say: Sa
     _, other = _send(runner, sample)
     if not own.vote_tokens or other.vote_tokens:
         raise ServerError(
-            f"vllm_xargs {xargs}: {own.vote_tokens} tokens of that request ran with the vote, and "
-            f"{other.vote_tokens} of the next one, which asked for nothing"
+            f"vllm_xargs {xargs}: {own.vote_tokens} tokens of that request ran under a threshold, "
+            f"and {other.vote_tokens} of the next one, which asked for nothing"
         )
     say(f"deployment dense, one request with vllm_xargs {xargs}:")
-    say(f"  that request: {_skip_words(own)}; the next one without: {_skip_words(other)}")
+    say(f"  that request: {own.vote_tokens} tokens under {name_of(point)}{_skip_words(own)}")
+    say(f"  the next one without: {other.dense_tokens} tokens dense")
 
 
 def _first(samples: Sequence[Sample], length: int) -> Sample:
@@ -101,6 +102,7 @@ def _send(
 
 
 def _skip_words(moved: Counters) -> str:
+    """Empty for a dense request, which visits no tiles."""
     if not moved.visited:
-        return "dense, nothing skipped"
-    return f"skip rate {moved.skipped / moved.visited:.1%} of {moved.visited} tiles"
+        return ""
+    return f", {moved.skipped / moved.visited:.1%} of {moved.visited} tiles skipped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TextIO
@@ -21,13 +22,14 @@ class Progress:
     """Counts steps of one total and estimates the time left from those done in this run."""
 
     def __init__(self, total: int, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        self.total = total
-        self.done = 0
+        self.total, self.done = total, 0
         self._stream = stream if stream is not None else sys.stderr
         self._quiet = quiet
         self._start = time.monotonic()
         self._last = -_EVERY_S
         self._live = self._stream.isatty()
+        self._work, self._work_done = float(total), 0.0
+        self._until = math.inf
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -35,15 +37,17 @@ class Progress:
             self._clear()
             print(text, file=self._stream, flush=True)
 
-    def step(self, what: str) -> None:
-        """One more is done; `what` names it."""
+    def step(self, what: str, work: float = 1.0) -> None:
+        """One more is done; `what` names it, `work` is its share of the total work."""
         self.done += 1
+        self._work_done += work
         elapsed = time.monotonic() - self._start
         due = self._live or elapsed - self._last >= _EVERY_S or self.done == self.total
         if self._quiet or not due:
             return
         self._last = elapsed
-        left = duration(elapsed / self.done * (self.total - self.done))
+        seconds = elapsed * (max(self._work, self._work_done) / self._work_done - 1)
+        left = duration(min(seconds, self._until - time.monotonic()))
         line = f"{self.done}/{self.total}  {what}  elapsed {duration(elapsed)}  left about {left}"
         if self._live:
             self._clear()
@@ -52,9 +56,11 @@ class Progress:
         else:
             print(line, file=self._stream, flush=True)
 
-    def restart(self, total: int) -> None:
-        """A new total begins, timed from now."""
+    def restart(self, total: int, work: float, until: float | None = None) -> None:
+        """A new total begins, timed from now; until: on time.monotonic(), ended by then anyway."""
         self.total, self.done = total, 0
+        self._work, self._work_done = work, 0.0
+        self._until = math.inf if until is None else until
         self._start = time.monotonic()
         self._last = -_EVERY_S
 

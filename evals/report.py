@@ -23,6 +23,12 @@ COLUMNS = (
     "TTFT (s)",
     "skip rate",
 )
+CPU_NOTE = (
+    "On a CPU the vote that decides what to skip costs about as much time as it saves, until about "
+    "80% of the tiles are skipped (docs/measurements/cpu.md). GPUs differ."
+)
+_FEW = 20
+"""Samples a cell below which a score says little."""
 _METRICS: tuple[tuple[str, str, str, float | None, bool], ...] = (
     ("score", "Score", "0..100", 0.0, False),
     ("gold_nll", "Gold-answer NLL", "nats a token", None, False),
@@ -61,12 +67,40 @@ def text_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def as_text(results: Results) -> str:
+    """The table, and below it what must be known to read it."""
+    return "\n".join([text_table(results), "", *remarks(results)]).rstrip()
+
+
+def remarks(results: Results) -> list[str]:
+    """What these results in particular do not show, a line each."""
+    lines = []
+    measured = [cell for cell in results.cells if cell.samples]
+    dense = [cell for cell in measured if cell.point is None]
+    for task in results.tasks:
+        scores = {cell.length: cell.score for cell in dense if cell.task == task}
+        zero = [length for length, score in scores.items() if score == 0]
+        if zero:
+            where = "" if len(zero) == len(scores) else f" at {', '.join(map(str, zero))} tokens"
+            lines.append(f"{task}{where} scores 0 without a threshold too: read its gold NLL.")
+    counts = sorted({cell.samples for cell in measured})
+    if counts and counts[0] < _FEW:
+        many = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
+        lines.append(
+            f"{many} sample{'' if many == '1' else 's'} a cell: this shows that it works, not how "
+            "accurate it is."
+        )
+    return [*lines, *results.plan.get("notes", ())]
+
+
 def markdown(results: Results) -> str:
     """The table, and how it was made."""
     lines = ["# RULER at thresholds", "", "| " + " | ".join(COLUMNS) + " |"]
     lines.append("|" + "|".join("--" if i == 2 else "--:" for i in range(len(COLUMNS))) + "|")
     lines += ["| " + " | ".join(row_of(cell)) + " |" for cell in results.cells]
-    lines += ["", *_notes(results), "", "## To reproduce", ""]
+    for paragraph in (*remarks(results), *_notes(results)):
+        lines += ["", paragraph]
+    lines += ["", "## To reproduce", ""]
     lines += [f"* {name}: `{value}`" for name, value in _facts(results)]
     return "\n".join(lines) + "\n"
 
@@ -110,7 +144,9 @@ def page(results: Results) -> str:
         columns=COLUMNS,
         rows=[row_of(cell) for cell in results.cells],
         group=len(results.points),
+        remarks=remarks(results),
         notes=_notes(results),
+        machine=results.plan["machine"],
         legend=legend(results.tasks),
         charts=_charts(results),
         heat_maps=_heat_maps(results),
@@ -172,7 +208,7 @@ def _notes(results: Results) -> list[str]:
         "share of references found, 0 to 100. Gold NLL is the mean -ln p of the gold answer's "
         "tokens, which are then part of the prefill. TTFT is the median at concurrency 1, "
         "measured by the client, without prefix-cache hits. Skip rate is skipped / visited tiles "
-        "of P.V. A cell with few samples (n) shows that a path works, not which threshold is safe."
+        "of P.V."
     ]
     if holes:
         notes.append(f"{holes} of {len(results.cells)} cells are not measured yet (n = 0).")

@@ -69,6 +69,7 @@ class Runner:
         self.client, self.sidecar, self.store, self.options = client, sidecar, store, options
         self.model: ServedModel = client.model(served_name)
         self.initial: Setting = sidecar.get()
+        self._warm: set[tuple[int, bool]] = set()
         wanted = options.min_context
         self.min_context = wanted if wanted is not None else self.initial.min_context
         self.server = self._server_details()
@@ -119,25 +120,38 @@ class Runner:
     def pending(self, samples: Sequence[Sample], point: Point) -> list[Sample]:
         return [sample for sample in samples if self.key(sample, point) not in self.store]
 
-    def warm_up(self, sample: Sample) -> None:
-        """One prefill of full length, not measured: allocations and caches of the first one."""
+    def warm_up(self, point: Point, sample: Sample) -> None:
+        """Once for each length, dense and with a threshold, under the one in force: a prefill that
+        is not measured, so that neither has to pay for allocations and caches of the first one."""
+        kind = (sample.length, point is None)
+        if kind in self._warm:
+            return
         before = self.sidecar.counters()
         self.client.generate(self.model.name, sample.prompt, 2)
         self.sidecar.settled(before, len(sample.prompt) - 1, self.options.settle_s)
+        self._warm.add(kind)
 
     def run_cell(
-        self, point: Point, samples: Sequence[Sample], go_on: Callable[[Sample], bool]
-    ) -> None:
-        """Measure each sample under `point` and store it, as long as `go_on` of it says so.
+        self,
+        point: Point,
+        samples: Sequence[Sample],
+        go_on: Callable[[Sample], bool],
+        keep: Callable[[Record], None],
+    ) -> bool:
+        """Measure each sample under `point` and `keep` its record, as long as `go_on` says so;
+        False when it did not before the last sample was done.
 
         Raises ServerError when the threshold is not in force, changes on the way, or a counter
         does not move as this threshold must move it.
         """
         setting = self.activate(point, samples[0])
+        self.warm_up(point, samples[0])
         before = self.sidecar.counters()
+        done = 0
         for sample in samples:
             record, before = self._measure(sample, point, setting, before)
-            self.store.append(record)
+            keep(record)
+            done += 1
             if not go_on(sample):
                 break
         if (now := self.sidecar.get()).generation != setting.generation:
@@ -146,6 +160,7 @@ class Runner:
                 f"{now.generation} instead of {setting.generation}; its results stay, but run one "
                 "sweep at a time against a server"
             )
+        return done == len(samples)
 
     def activate(self, point: Point, sample: Sample) -> Setting:
         """Set the threshold, send one short probe, and check generation and counters."""
@@ -234,14 +249,14 @@ def check_counters(moved: Counters, expected: Expected, point: Point, what: str)
         )
     if vote > expected.vote or dense > expected.dense:
         raise ServerError(
-            f"{what} at {name}: {vote} tokens ran with the vote and {dense} dense, expected "
+            f"{what} at {name}: {vote} tokens ran under a threshold and {dense} dense, expected "
             f"{expected.vote} and {expected.dense}; the server ignores the threshold or has "
             "another min_context"
         )
     if (moved.visited > 0) != (expected.vote > 0):
         raise ServerError(
             f"{what} at {name}: {moved.visited} tiles were counted as visited for {expected.vote} "
-            "tokens with the vote; the skip counters of this server are wrong"
+            "tokens under a threshold; the skip counters of this server are wrong"
         )
     skips_nothing = point is not None and point.value == 0 and moved.skipped > 0
     if not 0 <= moved.skipped <= moved.visited or skips_nothing:

@@ -127,7 +127,7 @@ class Sidecar:
             if time.monotonic() >= deadline:
                 raise ServerError(
                     f"generation {generation} of the threshold is not in force after "
-                    f"{timeout_s:g} s: a front end still stamps requests with an older one; is "
+                    f"{timeout_s:g} s: a front end still gives requests an older one; is "
                     f"{self.url} the sidecar of this server?"
                 )
             time.sleep(_POLL_S)

@@ -1,4 +1,7 @@
-"""Thresholds x lengths x tasks: what is still missing in the results is measured, cell by cell."""
+"""Thresholds x lengths x tasks: what is still missing in the results is measured.
+
+A group (a task at a length) is measured under every threshold before the next group begins.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,69 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from blasst.evals.errors import EvalsError
+from blasst.evals.machine import describe_machine
 from blasst.evals.progress import Progress
 from blasst.evals.runner import Runner
 from blasst.evals.samples import Sample
+from blasst.evals.store import Record
 from blasst.evals.thresholds import Point, key_of, name_of
+from blasst.evals.timebox import Pace, TimeBox, left_out_words, work_of
+
+_MARGIN = 1.2
+"""On what a group is expected to take: the machine may have a slower moment."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples of one task and length that are compared with each other under all points."""
+
+    task: str
+    length: int
+    samples: tuple[Sample, ...]
+    points: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every sample runs under every point; in the order of lengths, then of points."""
+    """Every sample runs under every point. by_round: the first sample of every group before any
+    second one. notes: for the report. machine: a line about it, as it was before the server."""
 
     points: Sequence[Point]
     samples: Sequence[Sample]
+    by_round: bool = False
+    notes: Sequence[str] = ()
+    machine: str = field(default_factory=describe_machine)
 
     def lengths(self) -> list[int]:
         return sorted({sample.length for sample in self.samples})
 
-    def of_length(self, length: int) -> list[Sample]:
-        return [sample for sample in self.samples if sample.length == length]
+    def groups(self) -> list[Group]:
+        """Short lengths first. The points begin with another one in each group, so that a machine
+        that becomes slower or faster favours none."""
+        found: dict[tuple[int, int, str], list[Sample]] = {}
+        for sample in self.samples:
+            key = (sample.index if self.by_round else 0, sample.length, sample.task)
+            found.setdefault(key, []).append(sample)
+        # By round and length only: tasks stay in their own order.
+        groups = sorted(found.items(), key=lambda item: item[0][:2])
+        return [
+            Group(task, length, tuple(samples), _rotated(self.points, number))
+            for number, ((_, length, task), samples) in enumerate(groups)
+        ]
 
 
-def run_sweep(runner: Runner, plan: Plan, progress: Progress, stop_at: float | None = None) -> int:
-    """Measure what is missing and return how many samples that were.
+def run_sweep(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | None = None) -> int:
+    """Measure what is missing and return how many measurements that were.
 
-    stop_at: on time.monotonic(); no sample begins later. The deployment's own threshold is put
-    back afterwards, also after an error or Ctrl-C.
+    box: groups that do not fit are left out whole, and one line says which; the first one always
+    runs. The deployment's own threshold is put back afterwards, also after an error or Ctrl-C.
     """
     runner.check_length(max(plan.lengths()))
     pending = count_pending(runner, plan)
-    progress.restart(pending)
     if not pending:
         progress.say("everything is measured already")
         return 0
@@ -48,41 +81,84 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, stop_at: float | N
     if pending < total:
         progress.say(f"resuming: {total - pending} of {total} samples are measured already")
     runner.store.append(_plan_record(runner, plan))
+    work = sum(
+        work_of(sample.length)
+        for point in plan.points
+        for sample in runner.pending(plan.samples, point)
+    )
+    progress.restart(pending, work, None if box is None else box.end)
     try:
-        for length in plan.lengths():
-            _run_length(runner, plan, length, progress, stop_at)
+        left = _run_groups(runner, plan.groups(), progress, box)
     except BaseException:
         with contextlib.suppress(EvalsError):
             runner.restore()
         raise
     runner.restore()
-    if progress.done < pending:
-        progress.say(f"time is up: {pending - progress.done} samples are left out")
-    return progress.done
+    if left:
+        planned = [(s.task, s.length) for s in plan.samples]
+        missing = [(s.task, s.length) for group in left for s in group.samples]
+        progress.say("the time is up; " + left_out_words(planned, missing))
+    return pending - count_pending(runner, plan)
 
 
 def count_pending(runner: Runner, plan: Plan) -> int:
     return sum(len(runner.pending(plan.samples, point)) for point in plan.points)
 
 
-def _run_length(
-    runner: Runner, plan: Plan, length: int, progress: Progress, stop_at: float | None
-) -> None:
-    warm = False
-    for point in plan.points:
-        todo = runner.pending(plan.of_length(length), point)
-        if not todo or (stop_at is not None and time.monotonic() >= stop_at):
+def _run_groups(
+    runner: Runner, groups: Sequence[Group], progress: Progress, box: TimeBox | None
+) -> list[Group]:
+    """Returns the groups that the time box left out."""
+    pace, left, begun = Pace(), [], False
+    for group in groups:
+        number = sum(len(runner.pending(group.samples, point)) for point in group.points)
+        if not number:
             continue
-        if not warm:
-            runner.warm_up(todo[0])
-            warm = True
-        cell = f"{name_of(point)} at {length} tokens"
+        one = pace.predict(group.length) or 0.0
+        start = time.monotonic()
+        if box is not None and begun and start + one * number * _MARGIN > box.end:
+            left.append(group)
+            continue
+        # Something must be there to compare, however slow the machine is.
+        latest = box.hard_end - one if box is not None and begun else None
+        begun = True
+        if _run_group(runner, group, progress, latest, boxed=box is not None):
+            pace.add(group.length, (time.monotonic() - start) / number)
+        else:
+            left.append(group)
+    return left
 
-        def go_on(sample: Sample, cell: str = cell) -> bool:
-            progress.step(f"{cell}, {sample.task}")
-            return stop_at is None or time.monotonic() < stop_at
 
-        runner.run_cell(point, todo, go_on)
+def _run_group(
+    runner: Runner, group: Group, progress: Progress, latest: float | None, *, boxed: bool
+) -> bool:
+    """Measure the group under all its points; False when it was still running at `latest`.
+
+    boxed: results are kept only when all of them are there, else each one as soon as it is.
+    """
+    kept: list[Record] = []
+    for point in group.points:
+        if latest is not None and time.monotonic() >= latest:
+            return False
+        todo = runner.pending(group.samples, point)
+        what = f"{name_of(point)}, {group.task} at {group.length}"
+
+        def go_on(sample: Sample, what: str = what) -> bool:
+            progress.step(what, work_of(sample.length))
+            return latest is None or time.monotonic() < latest
+
+        if todo and not runner.run_cell(
+            point, todo, go_on, kept.append if boxed else runner.store.append
+        ):
+            return False
+    for record in kept:
+        runner.store.append(record)
+    return True
+
+
+def _rotated(points: Sequence[Point], by: int) -> tuple[Point, ...]:
+    first = by % len(points)
+    return (*points[first:], *points[:first])
 
 
 def _plan_record(runner: Runner, plan: Plan) -> dict[str, object]:
@@ -102,7 +178,8 @@ def _plan_record(runner: Runner, plan: Plan) -> dict[str, object]:
         "max_tokens": runner.options.max_tokens,
         "blasst_version": version("blasst"),
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {platform.system()}",
+        "machine": plan.machine,
+        "notes": list(plan.notes),
         "command": ["blasst", *sys.argv[1:]],
         "at": time.time(),
     }

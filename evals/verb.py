@@ -228,7 +228,7 @@ def _measure(args: argparse.Namespace, make: Callable[[], list[Sample]]) -> int:
     from blasst.evals.cells import collect
     from blasst.evals.client import Completions
     from blasst.evals.progress import Progress
-    from blasst.evals.report import as_json, text_table, write_report
+    from blasst.evals.report import as_json, as_text, write_report
     from blasst.evals.runner import Runner, RunOptions
     from blasst.evals.sidecar import Sidecar
     from blasst.evals.store import ResultStore
@@ -250,19 +250,19 @@ def _measure(args: argparse.Namespace, make: Callable[[], list[Sample]]) -> int:
         results = collect(store.records)
     if args.report is not None:
         _say(f"report: {write_report(results, args.report)}")
-    print(json.dumps(as_json(results)) if args.json else text_table(results))
+    print(json.dumps(as_json(results)) if args.json else as_text(results))
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
     from blasst.evals.cells import collect
-    from blasst.evals.report import as_json, text_table, write_report
+    from blasst.evals.report import as_json, as_text, write_report
     from blasst.evals.store import read_results
 
     results = collect(read_results(args.results))
     target = write_report(results, args.out or args.results.parent)
     _say(f"report: {target}")
-    print(json.dumps(as_json(results)) if args.json else text_table(results))
+    print(json.dumps(as_json(results)) if args.json else as_text(results))
     return 0
 
 

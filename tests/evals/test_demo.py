@@ -63,31 +63,55 @@ def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
 
 
 def test_the_demo_shows_everything_and_writes_the_report(tmp_path: Path, pid_file: Path) -> None:
-    process = start(tmp_path, fake_command(pid_file), "--minutes", "0.1", "--json")
+    process = start(tmp_path, fake_command(pid_file), "--minutes", "2", "--json")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     cells = json.loads(out)["cells"]
     assert len(cells) == 9
-    assert all(cell["samples"] >= 1 for cell in cells)
+    assert all(cell["samples"] == 2 for cell in cells)
     assert {cell["mag"] for cell in cells} == {None, 4500, 1500}
     for words in (
         "starting the server",
-        "dense, nothing skipped",
-        "dense -> MAG 1500: generation",
+        "load average",
+        "dense      time to first token",
+        "dense -> MAG 1500: in force for every new request after",
         "vllm_xargs {'blasst_mag': 1500.0}",
-        "9/9",
-        "samples a cell",
+        "up to 2 samples each",
+        "18/18",
     ):
         assert words in err
+    assert "left out" not in err
+    assert "blasst: what" not in err
     names = {"index.html", "report.md", "results.jsonl", "serve.log"}
     assert {p.name for p in (tmp_path / "out").iterdir()} == names
     check_all_gone(pid_file, tmp_path)
 
 
+def test_what_does_not_fit_the_time_is_left_out_whole(tmp_path: Path, pid_file: Path) -> None:
+    process = start(tmp_path, fake_command(pid_file), "--minutes", "0.01")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert (
+        "the time is up; left out: niah_multivalue at 1024, vt at 1024; 1 sample instead of 2: "
+        "niah_single_2 at 1024" in err
+    )
+    rows = [line.split() for line in out.splitlines() if "niah" in line or " vt " in line]
+    assert [row[4] for row in rows[:9]] == ["1"] * 3 + ["0"] * 6
+    for text in (out, (tmp_path / "out" / "report.md").read_text()):
+        assert "niah_single_2 scores 0 without a threshold too: read its gold NLL." in text
+        assert "1 sample a cell: this shows that it works, not how accurate it is." in text
+        assert "docs/measurements/cpu.md" in text
+    check_all_gone(pid_file, tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything(number: signal.Signals, tmp_path: Path, pid_file: Path) -> None:
+    (tmp_path / "out").mkdir()
+    earlier = {tmp_path / "out" / n: n for n in ("index.html", "report.md", "results.jsonl")}
+    for path, text in earlier.items():
+        path.write_text(text)
     process = start(tmp_path, fake_command(pid_file))
-    results = tmp_path / "out" / "results.jsonl"
+    results = tmp_path / "out" / "unfinished" / "results.jsonl"
     wait_for(lambda: results.exists() and results.read_bytes().count(b"\n") > 2, process)
     process.send_signal(number)
     time.sleep(0.05)
@@ -95,6 +119,8 @@ def test_a_signal_stops_everything(number: signal.Signals, tmp_path: Path, pid_f
     _, err = process.communicate(timeout=40)
     assert process.returncode == 130
     assert "everything that was started is stopped" in err
+    assert f"what this run wrote is in {results.parent}; an earlier report" in err
+    assert {path: path.read_text() for path in earlier} == earlier
     check_all_gone(pid_file, tmp_path)
 
 
@@ -115,7 +141,7 @@ def test_a_server_that_dies_is_one_line_with_its_last_words(tmp_path: Path, pid_
     assert last.startswith(
         "blasst: error: the server ended with code 1: fake: Error: no such model (see "
     )
-    assert "no such model" in (tmp_path / "out" / "serve.log").read_text()
+    assert "no such model" in (tmp_path / "out" / "unfinished" / "serve.log").read_text()
 
 
 def test_a_command_that_is_not_there_is_one_line(tmp_path: Path) -> None:

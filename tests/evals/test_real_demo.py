@@ -16,7 +16,7 @@ from blasst.evals.store import read_results
 @pytest.mark.slow
 def test_the_demo_on_the_real_model(tmp_path: Path) -> None:
     blasst = str(Path(sys.executable).with_name("blasst"))
-    command = [blasst, "demo", "--lengths", "1024", "--mag", "1000", "--minutes", "0.01", "--json"]
+    command = [blasst, "demo", "--lengths", "1024", "--mag", "1000", "--json"]
     process = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=550
     )
@@ -24,7 +24,7 @@ def test_the_demo_on_the_real_model(tmp_path: Path) -> None:
     cells = {(c["threshold"], c["task"]): c for c in json.loads(process.stdout)["cells"]}
     assert len(cells) == 6
     for (threshold, task), cell in cells.items():
-        assert cell["samples"] == 1
+        assert cell["samples"] in (1, 2)
         assert 0 < cell["gold_nll"] < 5
         assert cell["ttft_s"] > 0
         if task == "niah_single_2":

@@ -14,7 +14,7 @@ import pytest
 from blasst.evals.cells import collect
 from blasst.evals.errors import InputError
 from blasst.evals.plots import Chart, Series, heat_map, line_chart, nice_ticks
-from blasst.evals.report import as_json, markdown, page, text_table, write_report
+from blasst.evals.report import as_json, as_text, markdown, page, remarks, text_table, write_report
 
 
 def plan(**changes: Any) -> dict[str, Any]:
@@ -211,3 +211,27 @@ def test_names_from_a_server_stay_text_on_the_page() -> None:
     html = page(collect([plan(server=server, tasks=[evil], machine=evil, command=[evil])]))
     assert "<script" not in html
     assert "&lt;script&gt;" in html
+
+
+def test_remarks_say_what_the_numbers_do_not_show() -> None:
+    zero = [sample(match=0.0), sample(**VOTE), sample(match=0.0, length=4096)]
+    single = [sample(task="niah_single_2"), sample(task="niah_single_2", match=0.0)]
+    results = collect([plan(notes=["On a CPU it is slow."]), *zero, *single])
+    assert remarks(results) == [
+        "vt scores 0 without a threshold too: read its gold NLL.",
+        "1 to 2 samples a cell: this shows that it works, not how accurate it is.",
+        "On a CPU it is slow.",
+    ]
+    for text in (as_text(results), markdown(results), page(results)):
+        for remark in remarks(results):
+            assert remark in text
+    some = collect([plan(), sample(match=0.0), *[sample(length=4096)] * 20])
+    assert remarks(some)[0].startswith("vt at 2048 tokens scores 0")
+    assert remarks(collect([plan(), *[sample()] * 20])) == []
+
+
+def test_the_page_names_the_machine_and_fits_a_narrow_screen() -> None:
+    html = page(collect([plan(machine="Fast CPU, 2 cores"), sample()]))
+    assert "<br>Fast CPU, 2 cores</p>" in html
+    assert '<td class="lambda">' in html
+    assert "@media (max-width: 640px)" in html

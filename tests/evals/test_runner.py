@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from blasst.evals.sidecar import Sidecar, parse_counters
 from blasst.evals.store import ResultStore, read_results
 from blasst.evals.sweep import Plan, run_sweep
 from blasst.evals.thresholds import parse_points
+from blasst.evals.timebox import TimeBox
 from blasst.kernels.threshold import SkipThreshold
 
 Connect = Callable[..., Runner]
@@ -201,8 +204,8 @@ def test_a_fault_that_begins_in_the_middle_is_an_error(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
     class Late(Progress):
-        def step(self, what: str) -> None:
-            super().step(what)
+        def step(self, what: str, work: float = 1.0) -> None:
+            super().step(what, work)
             fake.faults = {"ignores-threshold"}
 
     with (
@@ -218,8 +221,8 @@ def test_a_threshold_that_someone_sets_again_in_a_cell_is_an_error(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
     class Meddler(Progress):
-        def step(self, what: str) -> None:
-            super().step(what)
+        def step(self, what: str, work: float = 1.0) -> None:
+            super().step(what, work)
             fake.generation += 1  # to the same threshold: no counter tells
 
     with (
@@ -241,13 +244,49 @@ def test_prompts_below_min_context_are_expected_to_run_dense(
 def test_time_that_is_up_ends_the_sweep_between_samples(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
-    fake.delay_s = 0.05
-    with ResultStore(tmp_path / "r.jsonl") as store:
-        runner = connect(store)
-        done = run_sweep(
-            runner, Plan(POINTS, samples), Progress(0, quiet=True), time.monotonic() + 0.5
-        )
-    assert 0 < done < 12
+    for path, (end, hard_end), groups in (
+        (tmp_path / "a", (-1.0, -1.0), 1),
+        (tmp_path / "b", (600.0, -1.0), 1),
+        (tmp_path / "c", (600.0, 600.0), 4),
+    ):
+        now = time.monotonic()
+        said: list[str] = []
+        progress = Progress(0, quiet=True)
+        progress.say = said.append  # type: ignore[method-assign]
+        with ResultStore(path) as store:
+            plan = Plan(POINTS, samples, by_round=True)
+            done = run_sweep(connect(store), plan, progress, TimeBox(now + end, now + hard_end))
+        assert done == 3 * groups
+        found = [r for r in read_results(path) if r["kind"] == "sample"]
+        assert {(r["task"], r["index"]) for r in found[:3]} == {("niah_single_2", 0)}
+        assert set(Counter((r["task"], r["index"]) for r in found).values()) == {3}
+        words = "the time is up; left out: vt at 1024; 1 sample instead of 2: niah_single_2 at 1024"
+        assert said == ([] if groups == 4 else [words])
+
+
+def test_each_group_runs_under_every_point_before_the_next(
+    tmp_path: Path, connect: Connect, samples: list[Sample]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    longer = [replace(s, length=2048, prompt=s.prompt[1:]) for s in samples]
+    sweep(connect, path, Plan(POINTS, [*longer, *samples], by_round=True))
+    found = [r for r in read_results(path) if r["kind"] == "sample"]
+    order = [(r["index"], r["length"], r["task"]) for r in found]
+    tasks = ("niah_single_2", "vt")
+    groups = [(i, n, task) for i in (0, 1) for n in (1024, 2048) for task in tasks]
+    assert order == [group for group in groups for _ in POINTS]
+    first = [r["threshold"] for r in found[::3]]
+    keys = ["dense", "mag:1000.0", "lambda:0.0"]
+    assert first == (keys * 3)[:8]
+    assert all({r["threshold"] for r in found[i : i + 3]} == set(keys) for i in range(0, 24, 3))
+
+
+def test_every_kind_of_path_is_warmed_up_once_for_a_length(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS, samples))
+    warming = [b for b in fake.prompts if b["max_tokens"] == 2]
+    assert [tuple(b["prompt"]) for b in warming] == [samples[0].prompt] * 2
 
 
 def test_lengths_beyond_the_server_are_refused(
