@@ -30,7 +30,7 @@ from blasst.kernels.exchange.stats import StatsWriter, free_name, iter_stats
 from blasst.kernels.threshold import SkipThreshold, lambda_to_mag
 from blasst.plugin.admission import AdmissionError, Deployment, Wish, decide, parse_wish
 from blasst.plugin.log import logger
-from blasst.plugin.settings import Settings
+from blasst.plugin.settings import MIN_CONTEXT, Settings
 from blasst.plugin.stamp import Stamp
 
 _BUCKETS = len(TTFT_BUCKETS_S) + 1
@@ -44,10 +44,16 @@ def cell(stamp: Stamp, prompt_tokens: int) -> int:
 
 
 class FrontEnd:
-    """Thread-safe. `refusal`: why no layer can skip, if the configuration alone says so."""
+    """Thread-safe. `refusal`: why no layer can skip, if the configuration alone says so.
+    `max_prompt_tokens`: the longest prompt that the engine takes; 0 = unknown."""
 
     def __init__(
-        self, settings: Settings, model_name: str, vllm_version: str, refusal: str | None
+        self,
+        settings: Settings,
+        model_name: str,
+        vllm_version: str,
+        refusal: str | None,
+        max_prompt_tokens: int = 0,
     ) -> None:
         self.settings = settings
         self.model_name = model_name
@@ -64,6 +70,8 @@ class FrontEnd:
         self._generation_stamped = 0
         self._dirty = True
         self._logged_error = ""
+        self._max_prompt_tokens = max_prompt_tokens
+        self._logged_deployment: Deployment | None = None
         self._page = _open_page(settings.stats_dir, model_name, vllm_version)
         self._stop = threading.Event()
         self._tick()
@@ -163,11 +171,31 @@ class FrontEnd:
             self._logged_error = error
             if error:
                 logger.error("blasst: %s; generation %d stays in force", error, desired.generation)
+        self._log_deployment(Deployment.of(desired, self.settings))
         if self._page is not None:
             if self.settings.state_dir is not None:
                 with contextlib.suppress(OSError):
                     self._page.keep()
             self._page.update(**self._arrays(desired))
+
+    def _log_deployment(self, deployment: Deployment) -> None:
+        if deployment == self._logged_deployment:
+            return
+        self._logged_deployment = deployment
+        logger.info(
+            "blasst: %s is the deployment's threshold (generation %d), for prompts from %d tokens",
+            deployment.threshold or "none, dense,",
+            deployment.generation,
+            deployment.min_context,
+        )
+        if 0 < self._max_prompt_tokens < deployment.min_context:
+            logger.warning(
+                "blasst: nothing can skip: min_context is %d and this engine takes prompts of at "
+                "most %d tokens; lower min_context (%s, or --min-context of blasst serve)",
+                deployment.min_context,
+                self._max_prompt_tokens,
+                MIN_CONTEXT,
+            )
 
     def _arrays(self, desired: DesiredState) -> dict[str, Any]:
         deployment = Deployment.of(desired, self.settings)

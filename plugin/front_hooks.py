@@ -56,7 +56,8 @@ def _front_end_for(vllm_config: Any) -> FrontEnd:
             return front
     from vllm import __version__
 
-    front = FrontEnd(settings, name, __version__, refusal)
+    max_prompt = vllm_config.model_config.max_model_len
+    front = FrontEnd(settings, name, __version__, refusal, max_prompt)
     _fronts.append((os.getpid(), front))
     # Runs at the end of the main process and of multiprocessing's children, where atexit does not.
     multiprocessing.util.Finalize(front, front.close, exitpriority=10)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from blasst.kernels.exchange.desired import DesiredReader
 from blasst.plugin.capability import model_reasons
 from blasst.plugin.log import logger
 from blasst.plugin.registration import NAME, PATH
-from blasst.plugin.settings import NAMES, PRIVATE_STATS_DIR, STRICT, Settings
+from blasst.plugin.settings import AUTO, IMPL, NAMES, PRIVATE_STATS_DIR, STRICT, Settings
 from blasst.plugin.versions import unsupported_reason
 
 
@@ -88,10 +89,19 @@ def _check_capability(vllm_config: Any, settings: Settings) -> None:
     why = "; ".join(reasons)
     if settings.strict:
         raise StartupError(f"{STRICT}=1 and no layer of this model can skip: {why}")
-    if settings.threshold is not None:
+    if settings.impl != AUTO:
         raise StartupError(
-            f"{settings.threshold} is set in the environment, but no layer of this model can skip: "
-            f"{why}; unset it to serve dense"
+            f"{IMPL}={settings.impl} was asked for and cannot run here: {why}; set it to {AUTO}"
+        )
+    threshold, remedy = settings.threshold, "unset it to serve dense"
+    if settings.state_dir is not None:
+        desired = DesiredReader(settings.state_dir).current()
+        if desired.generation:
+            threshold, remedy = desired.threshold, "set the deployment's threshold to off first"
+    if threshold is not None:
+        raise StartupError(
+            f"{threshold} is this deployment's threshold, but no layer of this model can skip: "
+            f"{why}; {remedy}"
         )
     logger.warning("blasst: no layer of this model can skip, all attention is dense: %s", why)
 

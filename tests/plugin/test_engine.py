@@ -194,8 +194,15 @@ def test_two_spawned_ranks_share_the_work_of_one(run_script: Script) -> None:
 
 
 @pytest.fixture(scope="module")
-def refused(run_script: Script, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    env = {"WORK_FOLDER": str(tmp_path_factory.mktemp("work"))}
+def refused(
+    run_script: Script,
+    tmp_path_factory: pytest.TempPathFactory,
+    model_folder: Callable[[dict[str, Any]], Path],
+) -> dict[str, str]:
+    env = {
+        "WORK_FOLDER": str(tmp_path_factory.mktemp("work")),
+        "SMALL_HEADS": str(model_folder({"head_dim": 32})),
+    }
     messages: dict[str, str] = run_script("startup_errors.py", env)["refused"]
     return messages
 
@@ -210,7 +217,9 @@ def refused(run_script: Script, tmp_path_factory: pytest.TempPathFactory) -> dic
         ("min context", ("VLLM_BLASST_MIN_CONTEXT=-5", "prompt tokens")),
         ("impl", ("VLLM_BLASST_IMPL=cuda", "choose one of auto")),
         ("impl cannot", ("VLLM_BLASST_STRICT=1", "not built in this release")),
-        ("impl cannot, threshold", ("mag 2500", "not built in this release", "unset it")),
+        ("impl cannot, not strict", ("VLLM_BLASST_IMPL=hopper", "not built", "set it to auto")),
+        ("model cannot, environment", ("mag 2500", "head_dim 32", "unset it")),
+        ("model cannot, desired file", ("mag 1500", "head_dim 32", "to off first")),
         ("strict", ("VLLM_BLASST_STRICT=yes", "0 or 1")),
         ("unknown", ("VLLM_BLASST_MAGG is not a setting",)),
         ("state missing", ("VLLM_BLASST_STATE_DIR=", "is not a folder", "create it")),

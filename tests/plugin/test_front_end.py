@@ -13,6 +13,7 @@ from blasst.kernels.exchange.desired import DesiredState, write_desired
 from blasst.kernels.exchange.layout import LAMBDA_CLASSES, LENGTH_CLASSES, TTFT_BUCKETS_S
 from blasst.kernels.exchange.stats import StatsPage, iter_stats
 from blasst.kernels.threshold import SkipThreshold
+from blasst.plugin import front_end
 from blasst.plugin.admission import AdmissionError
 from blasst.plugin.front_end import FrontEnd, cell
 from blasst.plugin.rank import Rank, RankShape
@@ -157,6 +158,28 @@ def test_serving_goes_on_without_a_place_for_the_page(tmp_path: Path) -> None:
     front = FrontEnd(Settings(private_stats_dir=tmp_path / "gone"), "tiny", "0.32.0", None)
     assert front.admit(MAG, 10_000).skip_lambda == 2**-2.5
     front.close()
+
+
+def test_a_min_context_that_no_prompt_reaches_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(front_end.logger, level, lambda text, *a: lines.append(text % a))
+    (tmp_path / "stats").mkdir()
+    front = FrontEnd(Settings(state_dir=tmp_path, threshold=MAG), "tiny", "0.32.0", None, 4096)
+    assert lines == [
+        "blasst: mag 2500 is the deployment's threshold (generation 0), for prompts from 8192 "
+        "tokens",
+        "blasst: nothing can skip: min_context is 8192 and this engine takes prompts of at most "
+        "4096 tokens; lower min_context (VLLM_BLASST_MIN_CONTEXT, or --min-context of blasst "
+        "serve)",
+    ]
+    write_desired(tmp_path, DesiredState(1, None, min_context=512))
+    assert wait_for(lambda: len(lines) == 3)
+    front.close()
+    assert "none, dense, is the deployment's threshold (generation 1)" in lines[2]
+    assert "from 512 tokens" in lines[2]
 
 
 def test_streamed_input_runs_dense_and_refuses_a_threshold_of_its_own(

@@ -14,14 +14,29 @@ BASE = dict(os.environ)
 FOLDER = Path(os.environ["WORK_FOLDER"])
 
 
-def refused(backend: str = "blasst", **env: str) -> str:
+def refused(backend: str = "blasst", model: str | None = None, **env: str) -> str:
     os.environ.clear()
     os.environ.update(BASE | env)
     try:
-        engine(backend, load_format="dummy")
+        engine(backend, load_format="dummy", **({} if model is None else {"model": model}))
     except ValueError as e:
         return f"{type(e).__name__}: {e}"
     return "started"
+
+
+def small_heads(**env: str) -> str:
+    """A model of head_dim 32, which no kernel takes."""
+    return refused(model=os.environ["SMALL_HEADS"], **env)
+
+
+def desired(mag: float) -> str:
+    from blasst.kernels.exchange.desired import DesiredState, write_desired
+    from blasst.kernels.threshold import SkipThreshold
+
+    folder = FOLDER / "state"
+    folder.mkdir()
+    write_desired(folder, DesiredState(1, SkipThreshold("mag", mag)))
+    return str(folder)
 
 
 def main() -> None:
@@ -37,7 +52,9 @@ def main() -> None:
         "min context": refused(VLLM_BLASST_MIN_CONTEXT="-5"),
         "impl": refused(VLLM_BLASST_IMPL="cuda"),
         "impl cannot": refused(VLLM_BLASST_IMPL="hopper", VLLM_BLASST_STRICT="1"),
-        "impl cannot, threshold": refused(VLLM_BLASST_IMPL="hopper", VLLM_BLASST_MAG="2500"),
+        "impl cannot, not strict": refused(VLLM_BLASST_IMPL="hopper"),
+        "model cannot, environment": small_heads(VLLM_BLASST_MAG="2500"),
+        "model cannot, desired file": small_heads(VLLM_BLASST_STATE_DIR=desired(1500)),
         "strict": refused(VLLM_BLASST_STRICT="yes"),
         "unknown": refused(VLLM_BLASST_MAGG="1"),
         "state missing": refused(VLLM_BLASST_STATE_DIR=str(FOLDER / "none")),
