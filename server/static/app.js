@@ -4,6 +4,7 @@
 const REFRESH_MS = 1000;
 const LATE_MS = 10000;
 const STALE_S = 10; // a front end writes its page every half second
+const MIN_SAMPLES = 20; // of fewer a p95 is one request
 const HINTS = {
   mag: "lambda = 2^(-MAG/1000): a higher MAG skips less. Usual: 1000 to 14000.",
   lambda: "Natural base, 0 \u2264 lambda < 1; 0 skips nothing. Usual: 0.00001 to 0.5.",
@@ -28,10 +29,11 @@ function text(id, value, className = "") {
 function row(cells, className = "") {
   const tr = document.createElement("tr");
   tr.className = className;
-  for (const [value, cellClass] of cells) {
+  for (const [value, cellClass, title] of cells) {
     const td = document.createElement("td");
     td.textContent = value;
     if (cellClass) td.className = cellClass;
+    if (title) td.title = title;
     tr.append(td);
   }
   return tr;
@@ -79,6 +81,9 @@ async function call(method, path, headers = {}, body = undefined) {
   return data;
 }
 
+// A front end that has read the threshold serves nothing before a rank runs.
+const waiting = (status) => !status.ranks.some((r) => r.alive);
+
 function showThreshold(status) {
   const desired = status.desired;
   const live = status.front_ends.filter((f) => f.alive);
@@ -100,15 +105,18 @@ function showThreshold(status) {
   text("generation", String(generation));
   const followers = live.filter((f) => f.generation_read === generation).length;
   const follow = live.length ? `${followers} of ${live.length} front ends` : "no front end";
-  text("converged", follow, desired.converged ? "good" : "warn");
+  if (live.length && waiting(status)) text("converged", "waiting for the engine", "warn");
+  else text("converged", follow, desired.converged ? "good" : "warn");
   text("min-context", desired.min_context === null ? "engine's setting"
     : `${desired.min_context} tokens`);
   const when = desired.updated_at ? new Date(desired.updated_at).toLocaleString() : "-";
   text("updated", desired.updated_by ? `${when} by ${desired.updated_by}` : when);
 }
 
-function showFrontEnds(frontEnds) {
-  const state = (f) => !f.alive ? "gone" : f.age_s > STALE_S ? "stale" : "live";
+function showFrontEnds(status) {
+  const frontEnds = status.front_ends;
+  const fresh = waiting(status) ? "loading" : "live";
+  const state = (f) => !f.alive ? "gone" : f.age_s > STALE_S ? "stale" : fresh;
   $("front-ends").tBodies[0].replaceChildren(...frontEnds.map((f) => row([
     [f.name],
     [state(f), "state"],
@@ -165,6 +173,11 @@ function showTiles(tiles) {
   $("heat").replaceChildren(head, body);
 }
 
+function quantile(value, count) {
+  if (count >= MIN_SAMPLES) return [seconds(value)];
+  return ["-", "", `Fewer than ${MIN_SAMPLES} requests: too few for a quantile`];
+}
+
 function showClasses(classes, frontEnds) {
   const running = new Set(frontEnds.filter((f) => f.alive).map((f) => f.model_name));
   const shown = (c) => running.size === 0 || running.has(c.model_name);
@@ -174,10 +187,10 @@ function showClasses(classes, frontEnds) {
     [lambdaClass(c.lambda_class)],
     [c.ttft.count],
     [seconds(c.ttft.mean_s)],
-    [seconds(c.ttft.p50_s)],
-    [seconds(c.ttft.p95_s)],
+    quantile(c.ttft.p50_s, c.ttft.count),
+    quantile(c.ttft.p95_s, c.ttft.count),
   ])));
-  $("ttft").hidden = answered.length === 0;
+  $("ttft").hidden = $("ttft-note").hidden = answered.length === 0;
   $("no-ttft").hidden = answered.length > 0;
 }
 
@@ -190,7 +203,7 @@ function show(status) {
   const models = new Set([...status.front_ends, ...status.ranks].map((x) => x.model_name));
   text("models", [...models].filter(Boolean).join(", "));
   showThreshold(status);
-  showFrontEnds(status.front_ends);
+  showFrontEnds(status);
   showTiles(status.tiles);
   showClasses(status.classes, status.front_ends);
   text("unreadable", status.unreadable_pages ? `${status.unreadable_pages} statistics pages cannot `

@@ -111,7 +111,15 @@ def test_an_empty_state_says_so(page):
     assert page.text("#converged") == "no front end"
     for selector in ("#no-front-ends", "#no-tiles", "#no-ttft"):
         assert page.find(selector)[0].is_displayed()
-    for selector in ("#heat", "#legend", "#ttft", "#front-ends", "#error", "#token-box"):
+    for selector in (
+        "#heat",
+        "#legend",
+        "#ttft",
+        "#ttft-note",
+        "#front-ends",
+        "#error",
+        "#token-box",
+    ):
         assert not page.find(selector)[0].is_displayed()
 
 
@@ -153,6 +161,7 @@ def test_pages_that_cannot_be_read_are_told(page, tmp_path):
 
 def test_the_form_sets_the_threshold_and_convergence_follows(page, fake_engine, sidecar):
     engine = fake_engine()
+    engine.rank(0)
     engine.front(42)
     page.until("#front-ends tbody", "front-42")
     page.set("mag", "2500")
@@ -214,6 +223,7 @@ def test_a_change_by_somebody_else_is_not_overwritten_unseen(page, sidecar):
 
 def test_a_dead_front_end_is_shown_as_gone(page, fake_engine):
     engine = fake_engine()
+    engine.rank(0)
     name = engine.front(41)
     engine.front(42)
     page.until("#front-ends tbody", "front-42")
@@ -223,6 +233,20 @@ def test_a_dead_front_end_is_shown_as_gone(page, fake_engine):
     (dead,) = page.find("#front-ends tr.gone")
     assert dead.text.startswith("front-41 gone")
     assert page.text("#converged") == "1 of 1 front ends"
+
+
+def test_while_no_rank_runs_the_engine_is_waited_for(page, fake_engine):
+    engine = fake_engine()
+    engine.front(42)
+    page.until("#converged", "waiting for the engine")
+    assert "good" not in page.find("#converged")[0].get_attribute("class")
+    page.until("#front-ends tr.loading", "loading")
+    rank = engine.rank(0)
+    page.until("#converged", "1 of 1 front ends")
+    assert "good" in page.find("#converged")[0].get_attribute("class")
+    page.until("#front-ends tr.live", "live")
+    engine.kill(rank.path.name)
+    page.until("#converged", "waiting for the engine")
 
 
 def test_a_front_end_that_stopped_writing_is_shown_as_stale(page, fake_engine):
@@ -248,6 +272,13 @@ def test_ttft_of_each_class(page, fake_engine):
         ["\u2264 4K", "dense", "2", "1.50 s"],
         ["\u2264 4K", "MAG 2500\u20134499", "3", "250 ms"],
     ]
+    assert [row[4:] for row in rows] == [["-", "-"]] * 2
+    (cell,) = page.find("#ttft tbody tr:first-child td:last-child")
+    assert "Fewer than 20 requests" in cell.get_attribute("title")
+    engine.requests(0.05, 3000, [0.25] * 17)
+    page.until("#ttft tbody", "20")
+    assert page.text("#ttft tbody tr:last-child td:last-child").endswith(" ms")
+    assert page.find("#ttft-note")[0].is_displayed()
 
 
 def test_a_model_that_ran_before_is_not_mixed_in(page, fake_engine):
