@@ -158,10 +158,17 @@ def page(results: Results) -> str:
 def write_report(results: Results, folder: Path) -> Path:
     """index.html and report.md in `folder`; returns the page's path."""
     try:
+        text, html = markdown(results), page(results)
+    except (KeyError, TypeError) as e:
+        raise InputError(
+            f"the plan in the results lacks a field or holds a wrong type ({e!r}): the file was "
+            "edited or is of another release; measure again with another --out"
+        ) from e
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text(markdown(results), encoding="utf-8")
+        (folder / "report.md").write_text(text, encoding="utf-8")
         target = folder / "index.html"
-        target.write_text(page(results), encoding="utf-8")
+        target.write_text(html, encoding="utf-8")
     except OSError as e:
         raise InputError(f"{folder} cannot be written: {e.strerror}; give another --out") from e
     return target

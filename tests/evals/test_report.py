@@ -235,3 +235,11 @@ def test_the_page_names_the_machine_and_fits_a_narrow_screen() -> None:
     assert "<br>Fast CPU, 2 cores</p>" in html
     assert '<td class="lambda">' in html
     assert "@media (max-width: 640px)" in html
+
+
+@pytest.mark.parametrize("field", ["machine", "server", "seeds"])
+def test_a_plan_of_another_release_is_one_clear_error(tmp_path: Path, field: str) -> None:
+    results = collect([{k: v for k, v in plan().items() if k != field}, sample()])
+    with pytest.raises(InputError, match=f"'{field}'.*another release"):
+        write_report(results, tmp_path)
+    assert not list(tmp_path.iterdir())
