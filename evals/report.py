@@ -24,8 +24,8 @@ COLUMNS = (
     "skip rate",
 )
 CPU_NOTE = (
-    "On a CPU the vote that decides what to skip costs about as much time as it saves, until about "
-    "80% of the tiles are skipped (docs/measurements/cpu.md). GPUs differ."
+    "On a CPU, deciding what to skip takes as much time as it saves, or more, until about 80% of "
+    "the tiles are skipped (docs/measurements/cpu.md). GPUs differ."
 )
 _FEW = 20
 """Samples a cell below which a score says little."""

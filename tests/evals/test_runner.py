@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +263,52 @@ def test_time_that_is_up_ends_the_sweep_between_samples(
         assert set(Counter((r["task"], r["index"]) for r in found).values()) == {3}
         words = "the time is up; left out: vt at 1024; 1 sample instead of 2: niah_single_2 at 1024"
         assert said == ([] if groups == 4 else [words])
+
+
+class Clock(Progress):
+    """Each measurement takes `seconds[i]`, the last one from then on; nothing else takes time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+        super().__init__(0, quiet=True)
+        self.now, self.seconds, self.said = 0.0, list(seconds), ""
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
+        monkeypatch.setattr("blasst.evals.sweep.time", clock)
+
+    def step(self, what: str, work: float = 1.0) -> None:
+        super().step(what, work)
+        self.now += self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+
+    def say(self, text: str) -> None:
+        self.said = text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "groups", "ends"),
+    [
+        ([10.0], 4, 120.0),
+        ([11.0], 3, 99.0),  # a fourth would end in time, but not with the margin
+        ([10.0] * 4 + [95.0, 10.0], 1, 135.0),  # dropped when the rest cannot end by hard_end
+        ([100.0], 1, 300.0),  # slow from the start: still one whole comparison
+    ],
+)
+def test_groups_are_whole_or_left_out(
+    seconds: list[float],
+    groups: int,
+    ends: float,
+    tmp_path: Path,
+    connect: Connect,
+    samples: list[Sample],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "r.jsonl"
+    clock = Clock(monkeypatch, *seconds)
+    plan = Plan(POINTS, samples, by_round=True)
+    with ResultStore(path) as store:
+        done = run_sweep(connect(store), plan, clock, TimeBox(128.0, 140.0))
+    assert (done, clock.now) == (3 * groups, ends)
+    found = Counter((r["task"], r["index"]) for r in read_results(path) if r["kind"] == "sample")
+    assert list(found.values()) == [3] * groups
+    assert ("left out" in clock.said or "instead of" in clock.said) == (groups < 4)
 
 
 def test_each_group_runs_under_every_point_before_the_next(
