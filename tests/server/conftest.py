@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -30,6 +31,9 @@ from blasst.kernels.exchange.layout import (
 from blasst.kernels.exchange.stats import StatsWriter
 from blasst.kernels.threshold import lambda_to_mag
 from blasst.server import cli
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
 
 LAYERS, HEADS = 3, 2
 
@@ -241,3 +245,27 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return err
 
     return run
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    """The application of the state folder tmp_path, without a socket."""
+    from fastapi.testclient import TestClient
+
+    from blasst.kernels.exchange.prometheus import PagesCollector
+    from blasst.server.app import create_app
+    from blasst.server.control import ControlService
+    from blasst.server.observe import highest_generation, refusal
+    from blasst.server.settings import Settings
+
+    collector = PagesCollector(tmp_path / "stats", max_age_s=0)
+    cache = collector.cache
+    control = ControlService(
+        tmp_path,
+        lambda: highest_generation(cache.pages()),
+        lambda: refusal(cache.pages()),
+    )
+    control.open()
+    app = create_app(Settings(tmp_path), control, collector)
+    yield TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+    control.close()

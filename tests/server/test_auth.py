@@ -29,14 +29,24 @@ def token_file(tmp_path):
     return path
 
 
-def make_client(settings, base_url="http://127.0.0.1"):
-    control = ControlService(settings.state_dir)
-    app = create_app(settings, control, PagesCollector(settings.stats_dir))
-    return TestClient(app, base_url=base_url, raise_server_exceptions=False)
+@pytest.fixture
+def make_client():
+    opened = []
+
+    def make(settings):
+        control = ControlService(settings.state_dir)
+        control.open()
+        opened.append(control)
+        app = create_app(settings, control, PagesCollector(settings.stats_dir))
+        return TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+
+    yield make
+    for control in opened:
+        control.close()
 
 
 @pytest.fixture
-def guarded(tmp_path, token_file):
+def guarded(make_client, tmp_path, token_file):
     return make_client(Settings(tmp_path, host="0.0.0.0", token_file=token_file))
 
 
@@ -153,7 +163,7 @@ def test_the_document_declares_the_token(guarded):
         ("", 403),
     ],
 )
-def test_without_a_token_only_loopback_names_are_served(tmp_path, host, status):
+def test_without_a_token_only_loopback_names_are_served(make_client, tmp_path, host, status):
     client = make_client(Settings(tmp_path))
     for path in ("/v1/blasst/threshold", "/metrics", "/"):
         response = client.get(path, headers={"host": host})

@@ -21,8 +21,6 @@ from blasst.kernels.exchange.desired import (
     write_desired,
 )
 from blasst.kernels.threshold import SkipThreshold
-from blasst.server.settings import default_state_dir
-from blasst.server.verbs import vllm_options
 
 FAKE_VLLM = """
     import json, os, signal, subprocess, sys, time
@@ -430,25 +428,6 @@ def test_a_model_that_cannot_be_is_found_at_once(refuse, model, message):
 def test_plugins_that_leave_ours_out_are_refused(refuse, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert "add blasst to it" in refuse()
-
-
-def test_the_state_folder_follows_the_served_port(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert default_state_dir(8001) == tmp_path / "blasst" / "8001"
-    monkeypatch.setenv("XDG_STATE_HOME", "relative/is/ignored")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_state_dir(8001) == tmp_path / ".local/state/blasst/8001"
-
-
-def test_what_is_understood_of_vllms_options(model):
-    parsed = vllm_options.parse([str(model), "--host=0.0.0.0", "--port", "9", "--port=10"])
-    assert (parsed.host, parsed.port, parsed.known_port) == ("0.0.0.0", 10, True)
-    parsed = vllm_options.parse(["org/name", "--attention-backend", "BLASST"])
-    assert parsed.arguments == ["org/name", "--attention-backend", "BLASST"]
-    assert parsed.port == 8000
-    assert not vllm_options.parse(["org/name", "--uds", "/run/x"]).known_port
-    assert not vllm_options.parse(["org/name", "--config", "x.yaml"]).known_port
-    assert vllm_options.parse(["org/name", "--config", "x.yaml", "--port", "9"]).known_port
 
 
 def test_the_implementations_are_those_of_the_kernels():
