@@ -162,6 +162,7 @@ def _followers(state: dict[str, Any]) -> tuple[int, int]:
 
 
 def _no_unit(text: str) -> NoReturn:
+    example = text if text.replace(".", "", 1).isdecimal() else "N"
     raise argparse.ArgumentTypeError(
-        f"{text!r} has no unit; give --mag {text} (or --skip-lambda, --scale, or --off for dense)"
+        f"{text!r} has no unit; give --mag {example}, --skip-lambda, --scale, or --off for dense"
     )

@@ -137,6 +137,7 @@ def test_a_number_without_a_unit_is_told_the_option(blasst_threshold):
         assert code == 2
         assert "'2500' has no unit; give --mag 2500" in err
         assert err.count("\n") == 1
+    assert "'off' has no unit; give --mag N, " in blasst_threshold("set", "off")[2]
 
 
 def test_a_threshold_without_effect_is_exit_1(blasst_threshold, fake_engine):
