@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -69,22 +69,35 @@ class OutputFolder:
     def publish(self) -> None:
         """Put the files in place. A signal waits until it is done; a process killed on the way
         leaves some of the files missing, but never files of two runs."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            for name in self._names:
-                (self.folder / name).unlink(missing_ok=True)
-            for name in reversed(self._names):
-                if (self.partial / name).exists():
-                    (self.partial / name).replace(self.folder / name)
+        with _signals_wait():
+            try:
+                for name in self._names:
+                    (self.folder / name).unlink(missing_ok=True)
+                for name in reversed(self._names):
+                    if (self.partial / name).exists():
+                        (self.partial / name).replace(self.folder / name)
+            except OSError as e:
+                raise InputError(
+                    f"{self.folder} cannot be written: {e.strerror}; give another --out"
+                ) from e
             self._published = True
-        except OSError as e:
-            raise InputError(
-                f"{self.folder} cannot be written: {e.strerror}; give another --out"
-            ) from e
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """The first signal that comes meanwhile is raised again at the end."""
+    # Not with a signal mask: it holds for one thread, and any other would take the signal.
+    caught: list[int] = []
+    before = [(n, signal.signal(n, lambda number, _: caught.append(number))) for n in _SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,16 @@ def test_a_signal_waits_until_the_files_are_in_place(
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, "second")
+    over = threading.Event()
+    # One more thread, which could take the signal in place of the main one.
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, "second")
+    finally:
+        over.set()
+        thread.join()
     assert [(tmp_path / name).read_text() for name in NAMES] == ["second"] * 2
 
 
