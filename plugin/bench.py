@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7, help="runs of each kind (median taken)")
     parser.add_argument("--decode-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--prompts", type=Path, help="JSONL with token_ids, instead of random ids")
+    parser.add_argument(
+        "--prompts", type=Path, help="JSONL of `blasst ruler generate`, instead of random ids"
+    )
     args = parser.parse_args(argv)
     os.environ.update(ENGINE_ENV)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -132,7 +134,7 @@ def _engine(args: argparse.Namespace, lengths: Sequence[int], backend: str) -> A
     return LLM(
         args.model,
         dtype=args.dtype,
-        max_model_len=max(lengths) + args.decode_tokens + 8,
+        max_model_len=max(lengths) + (0 if args.prompts else args.decode_tokens + 8),
         max_num_seqs=4,
         enable_prefix_caching=False,
         enforce_eager=True,
@@ -183,7 +185,7 @@ def _tiles(folder: Path, moved_from: tuple[int, int] | None = None) -> tuple[int
 def _prompts(args: argparse.Namespace, length: int, count: int) -> list[list[int]]:
     if args.prompts is not None:
         lines = args.prompts.read_text().splitlines()
-        found = [ids for ids in (json.loads(x)["token_ids"] for x in lines) if len(ids) <= length]
+        found = [ids for ids in (json.loads(x)["prompt"] for x in lines) if len(ids) <= length]
         if len(found) < count:
             sys.exit(
                 f"blasst: error: {args.prompts} holds {len(found)} prompts of at most {length} "
