@@ -107,7 +107,7 @@ def _skip_rate(args: argparse.Namespace, lengths: Sequence[int], state: str) -> 
             for mag in mags[i % len(mags) :] + mags[: i % len(mags)]:
                 before = _tiles(Path(state) / "stats")
                 seconds, _ = _timed(engine, prompt, 1, mag)
-                after = _tiles(Path(state) / "stats", moved_from=before if mag else None)
+                after = _tiles(Path(state) / "stats")
                 cells[mag].append(seconds)
                 tiles[mag] = tuple(
                     t + a - b for t, a, b in zip(tiles[mag], after, before, strict=True)
@@ -170,16 +170,11 @@ def _timed(
     return time.perf_counter() - started, list(out.outputs[0].token_ids)
 
 
-def _tiles(folder: Path, moved_from: tuple[int, int] | None = None) -> tuple[int, int]:
-    """(visited, skipped) over all ranks; waits up to 5 s until visited has moved, when asked."""
-    deadline = time.monotonic() + 5
-    while True:
-        flat = [page.arrays["tiles"] for page in iter_stats(folder, RANK)]
-        totals = (int(sum(sum(t[0::2]) for t in flat)), int(sum(sum(t[1::2]) for t in flat)))
-        settled = moved_from is None or totals[0] > moved_from[0]
-        if settled or time.monotonic() > deadline:
-            return totals
-        time.sleep(0.02)
+def _tiles(folder: Path) -> tuple[int, int]:
+    """(visited, skipped) over all ranks, once the pages have caught up with the last step."""
+    time.sleep(4 * float(ENGINE_ENV["VLLM_BLASST_STATS_INTERVAL_S"]))
+    flat = [page.arrays["tiles"] for page in iter_stats(folder, RANK)]
+    return int(sum(sum(t[0::2]) for t in flat)), int(sum(sum(t[1::2]) for t in flat))
 
 
 def _prompts(args: argparse.Namespace, length: int, count: int) -> list[list[int]]:
