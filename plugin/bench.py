@@ -71,11 +71,11 @@ def _overhead(args: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any
     }
     rows = []
     for length in lengths:
-        prompts = _prompts(args, length, 2 + 2 * args.repeats)
+        prompts = _prompts(args, length, args.repeats + 1)
         for kind, tokens in (("ttft_s", 1), ("decode_tokens_per_s", args.decode_tokens)):
             times: dict[str, list[float]] = {name: [] for name in engines}
             texts: dict[str, list[Any]] = {name: [] for name in engines}
-            for i, prompt in enumerate(prompts[: args.repeats + 1]):
+            for i, prompt in enumerate(prompts):
                 for name in sorted(engines, reverse=bool(i & 1)):
                     seconds, output = _timed(engines[name], prompt, tokens)
                     texts[name].append(output)
@@ -102,16 +102,15 @@ def _skip_rate(args: argparse.Namespace, lengths: Sequence[int], state: str) -> 
         prompts = _prompts(args, length, args.repeats + 1)
         _timed(engine, prompts[0], 1)
         cells: dict[float | None, list[float]] = {mag: [] for mag in mags}
-        tiles = dict.fromkeys(mags, (0, 0))
+        tiles = {mag: [0, 0] for mag in mags}
+        before = _tiles(Path(state) / "stats")
         for i, prompt in enumerate(prompts[1:]):
             for mag in mags[i % len(mags) :] + mags[: i % len(mags)]:
-                before = _tiles(Path(state) / "stats")
                 seconds, _ = _timed(engine, prompt, 1, mag)
                 after = _tiles(Path(state) / "stats")
                 cells[mag].append(seconds)
-                tiles[mag] = tuple(
-                    t + a - b for t, a, b in zip(tiles[mag], after, before, strict=True)
-                )  # type: ignore[assignment]
+                tiles[mag] = [t + a - b for t, a, b in zip(tiles[mag], after, before, strict=True)]
+                before = after
         dense = statistics.median(cells[None])
         for mag in mags:
             visited, skipped = tiles[mag]
