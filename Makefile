@@ -6,7 +6,7 @@ PACKAGES := kernels plugin server evals deploy
 # The folder kernels/ must never shadow the package of that name: keep the root off sys.path.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test lint types unit browser setup data clean
+.PHONY: help demo test lint types unit browser setup device data clean
 help:
 	@echo "make demo   serve SmolLM2-135M with the blasst backend on this CPU and sweep thresholds"
 	@echo "make test   lint, types and every test"
@@ -14,6 +14,9 @@ help:
 
 setup:
 	@deploy/cpu/install.sh $(VENV)
+
+device: setup
+	@deploy/cpu/install.sh $(VENV) device
 
 data: setup
 	@$(BIN)/blasst ruler fetch
@@ -23,11 +26,11 @@ demo: data
 
 test: lint types unit
 
-lint: setup
+lint: device
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup
+types: device
 	@mkdir -p $(VENV)/types/blasst
 	@for p in $(PACKAGES); do ln -sfn "$(CURDIR)/$$p" $(VENV)/types/blasst/$$p; done
 	cd $(VENV)/types && ../bin/mypy --config-file "$(CURDIR)/pyproject.toml" $(PACKAGES:%=-p blasst.%)
@@ -35,7 +38,7 @@ types: setup
 browser:
 	@.ci/browser
 
-unit: data browser
+unit: device data browser
 	$(BIN)/pytest
 
 clean:
