@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
 from blasst.kernels.call import check_call
-from blasst.kernels.dispatch import AUTO, choose
-from blasst.kernels.types import AttentionSpec, Impl, PagedKV, RaggedKV
-
-_MODULES = {
-    Impl.CPU: "blasst.kernels.cpu",
-    Impl.REFERENCE: "blasst.kernels.reference",
-}
+from blasst.kernels.dispatch import AUTO, choose, implementation
+from blasst.kernels.support import own_geometry
+from blasst.kernels.types import AttentionSpec, PagedKV, RaggedKV
 
 _DEFAULT_SPEC = AttentionSpec()
 
@@ -38,12 +32,14 @@ def prefill_attention(
     are added in place, unless skip_lambda is None. out: like q, or None to allocate it.
     lse: float32 [num_heads, total_q], natural log.
 
-    Raises InvalidInputError (ValueError) or UnsupportedError with every reason, before any work.
+    Waits for the device to check the values in its tensors; `plan.Plan` does not. Raises
+    InvalidInputError (ValueError) or UnsupportedError with every reason, before any work.
     """
     call = check_call(q, kv, cu_seqlens_q, spec, skip_lambda, out, counters)
     choice = choose(call.problem, impl)
+    call = call.voting(own_geometry(call.problem, choice.impl))
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format, requires_grad=False)
     with torch.no_grad():
-        lse = importlib.import_module(_MODULES[choice.impl]).run(call, out, counters)
+        lse = implementation(choice.impl)(call, out, counters)
     return out, lse

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from blasst.kernels.errors import InvalidInputError
 from blasst.kernels.threshold import ThresholdError, lambda_to_log2
-from blasst.kernels.types import AttentionSpec, BlockMask, PagedKV, Problem, RaggedKV
+from blasst.kernels.types import AttentionSpec, BlockMask, Geometry, PagedKV, Problem, RaggedKV
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Call:
-    """Checked inputs. log2_lambda: one per request, -inf = skips nothing; None = dense, no vote."""
+    """Checked inputs. log2_lambda: one per request, -inf = skips nothing; None = dense, no vote.
+    geometry: what votes; 128 x 128 unless the caller or the implementation has another."""
 
     q: torch.Tensor
     kv: PagedKV | RaggedKV
@@ -40,6 +41,11 @@ class Call:
     softmax_scale: float
     log2_lambda: tuple[float, ...] | None
     problem: Problem
+    geometry: Geometry
+
+    def voting(self, own: Geometry) -> Call:
+        """The same call on an implementation that votes on `own` unless told otherwise."""
+        return self if self.problem.geometry is not None else replace(self, geometry=own)
 
     @property
     def group_size(self) -> int:
@@ -89,12 +95,18 @@ def check_call(
     if reasons:
         raise InvalidInputError(reasons)
     problem = _problem(q, kv, spec, skip_lambda)
-    return Call(q, kv, cu_seqlens_q, skip_lambda, requests, spec, scale, log2_lambda, problem)
+    geometry = problem.geometry or Geometry()
+    return Call(
+        q, kv, cu_seqlens_q, skip_lambda, requests, spec, scale, log2_lambda, problem, geometry
+    )
 
 
 def _problem(
     q: torch.Tensor, kv: PagedKV | RaggedKV, spec: AttentionSpec, skip_lambda: torch.Tensor | None
 ) -> Problem:
+    geometry = spec.geometry
+    if geometry is None and spec.block_mask is not None:
+        geometry = Geometry()
     return Problem(
         head_dim=q.shape[-1],
         num_heads=q.shape[1],
@@ -106,7 +118,7 @@ def _problem(
         causal=spec.causal,
         block_mask=spec.block_mask is not None,
         vote=skip_lambda is not None,
-        geometry=spec.geometry,
+        geometry=geometry,
     )
 
 
@@ -250,7 +262,8 @@ def _block_mask_reasons(
     mask = spec.block_mask
     if mask is None:
         return
-    m_blocks = max((-(-r.seqlen_q // spec.geometry.tile_m) for r in requests), default=0)
+    tile_m = (spec.geometry or Geometry()).tile_m
+    m_blocks = max((-(-r.seqlen_q // tile_m) for r in requests), default=0)
     for kind, counts, indices in _lists(mask):
         if counts.dtype != torch.int32 or indices.dtype != torch.int32:
             yield f"block_mask {kind} lists are {counts.dtype} and {indices.dtype}, must be int32"

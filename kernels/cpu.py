@@ -59,7 +59,7 @@ class _Head:
 
     def __init__(self, call: Call, request: Request, maps: _Maps, kv_head: int) -> None:
         self.call, self.request, self.maps, self.kv_head = call, request, maps, kv_head
-        self.tile_n = call.spec.geometry.tile_n
+        self.tile_n = call.geometry.tile_n
         log2_lambda = None if call.log2_lambda is None else call.log2_lambda[request.index]
         self.log2_lambda = None if log2_lambda == -math.inf else log2_lambda
         self.skipped = 0
@@ -191,7 +191,7 @@ def _attend(head: _Head, m: int) -> _Row:
 
 def _start(head: _Head, m: int) -> _Row:
     call, request, maps = head.call, head.request, head.maps
-    tile_m = call.spec.geometry.tile_m
+    tile_m = call.geometry.tile_m
     rows = range(m * tile_m, min((m + 1) * tile_m, request.seqlen_q))
     heads = _head_range(call, head.kv_head)
     q = call.q[request.q_start + rows.start : request.q_start + rows.stop, heads].transpose(0, 1)

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from blasst.kernels.errors import InvalidInputError, UnsupportedError
 from blasst.kernels.support import unsupported_reasons
 from blasst.kernels.types import Impl, Problem
 
+if TYPE_CHECKING:
+    import torch
+
+    from blasst.kernels.call import Call
+
+    Run: TypeAlias = Callable[[Call, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
 logger = logging.getLogger("blasst.kernels")
 
 AUTO = "auto"
+_MODULES = {
+    Impl.HOPPER: "blasst.kernels.hopper.launch",
+    Impl.TRITON: "blasst.kernels.triton.launch",
+    Impl.CPU: "blasst.kernels.cpu",
+    Impl.REFERENCE: "blasst.kernels.reference",
+}
 _AUTO_ORDER = (Impl.BLACKWELL, Impl.HOPPER, Impl.TRITON, Impl.CPU)
 
 
@@ -57,3 +72,10 @@ def choose(problem: Problem, impl: str = AUTO) -> Choice:
     raise UnsupportedError(
         [f"{candidate}: {reason}" for candidate, rs in against.items() for reason in rs]
     )
+
+
+@functools.cache
+def implementation(impl: Impl) -> Run:
+    """Its `run`: fills the output, adds to the counters, returns lse. Loaded at the first use."""
+    run: Run = importlib.import_module(_MODULES[impl]).run
+    return run

@@ -99,7 +99,7 @@ def _attend(call: Call, request: Request, result: ReferenceResult) -> None:
         torch.stack([pair[i] for pair in pairs]).double().repeat_interleave(call.group_size, 0)
         for i in (0, 1)
     )
-    tile_m = call.spec.geometry.tile_m
+    tile_m = call.geometry.tile_m
     for m in range(blocks(request.seqlen_q, tile_m)):
         rows = range(m * tile_m, min((m + 1) * tile_m, request.seqlen_q))
         at = slice(request.q_start + rows.start, request.q_start + rows.stop)
@@ -119,7 +119,7 @@ def _tile_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One tile of query rows over its key blocks, all heads at once: out and lse."""
     q, k, v = qkv
-    tile_n = call.spec.geometry.tile_n
+    tile_n = call.geometry.tile_n
     log2_lambda = -math.inf if call.log2_lambda is None else call.log2_lambda[request.index]
     running_max = torch.full(q.shape[:2], -math.inf, dtype=q.dtype, device=q.device)
     row_sum = torch.zeros_like(running_max)
@@ -163,7 +163,7 @@ def _visible(
 ) -> torch.Tensor:
     """bool like scores [num_heads, rows, keys]."""
     heads = range(scores.shape[0])
-    first_key = n * call.spec.geometry.tile_n
+    first_key = n * call.geometry.tile_n
     visible = torch.ones_like(scores, dtype=torch.bool)
     if call.spec.block_mask is not None:
         partial = partial_blocks(

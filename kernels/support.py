@@ -1,13 +1,19 @@
-"""The single statement of what each implementation can run; everyone who needs to know calls it."""
+"""The single statement of what each implementation can run; everyone who needs to know calls it.
+
+What a GPU kernel can be built for is said by the kernel's own `launch`; here is what is left.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
-from blasst.kernels.types import Impl, Problem
+from blasst.kernels.types import Geometry, Impl, Problem
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)
+
+_INSTALL = "install blasst[cuda]"
 
 
 def unsupported_reasons(problem: Problem, impl: Impl) -> list[str]:
@@ -15,6 +21,15 @@ def unsupported_reasons(problem: Problem, impl: Impl) -> list[str]:
     reasons = _common(problem)
     reasons += _RULES[impl](problem)
     return reasons
+
+
+def own_geometry(problem: Problem, impl: Impl) -> Geometry:
+    """What `impl` votes on when the caller does not say."""
+    if impl is Impl.HOPPER:
+        from blasst.kernels.hopper.launch import geometry_of
+
+        return geometry_of(problem)
+    return Geometry()
 
 
 def _common(problem: Problem) -> list[str]:
@@ -42,32 +57,55 @@ def _cpu(problem: Problem) -> list[str]:
     return reasons
 
 
-def _gpu(name: str, capabilities: str, test: Callable[[tuple[int, int]], bool]) -> _Rule:
-    def rule(problem: Problem) -> list[str]:
-        reasons = _head_dim(problem)
-        if problem.capability is None:
-            reasons.append(
-                f"tensors are on {problem.device_type}, it needs a GPU with {capabilities}"
-            )
-        elif not test(problem.capability):
-            major, minor = problem.capability
-            reasons.append(
-                f"the GPU has compute capability {major}.{minor}, it needs {capabilities}"
-            )
-        if problem.dtype == "float32":
-            reasons.append("dtype float32 has no tensor-core path, give bfloat16 or float16")
-        reasons.append(f"the {name} kernel is not built in this release")
+def _device(
+    problem: Problem, capabilities: str, test: Callable[[tuple[int, int]], bool]
+) -> list[str]:
+    if problem.capability is None:
+        return [f"tensors are on {problem.device_type}, it needs a GPU with {capabilities}"]
+    if not test(problem.capability):
+        major, minor = problem.capability
+        return [f"the GPU has compute capability {major}.{minor}, it needs {capabilities}"]
+    return []
+
+
+def _package(module: str, distribution: str) -> list[str]:
+    if importlib.util.find_spec(module) is not None:
+        return []
+    return [f"the package {distribution} is not installed; {_INSTALL}"]
+
+
+def _blackwell(problem: Problem) -> list[str]:
+    reasons = _head_dim(problem)
+    reasons += _device(problem, "compute capability 10.0 or 10.3", lambda c: c[0] == 10)
+    if problem.dtype == "float32":
+        reasons.append("dtype float32 has no tensor-core path, give bfloat16 or float16")
+    return [*reasons, "the blackwell kernel is not built in this release"]
+
+
+def _hopper(problem: Problem) -> list[str]:
+    reasons = _device(problem, "compute capability 9.0", lambda c: c == (9, 0))
+    if reasons:
         return reasons
+    reasons += _package("cutlass", "nvidia-cutlass-dsl")
+    from blasst.kernels.hopper.launch import problem_reasons
 
-    return rule
+    return reasons + problem_reasons(problem)
 
 
-_Rule = Callable[[Problem], list[str]]
+def _triton(problem: Problem) -> list[str]:
+    reasons = _device(problem, "compute capability 8.0 or later", lambda c: c >= (8, 0))
+    if reasons:
+        return reasons
+    reasons += _package("triton", "triton")
+    from blasst.kernels.triton.launch import problem_reasons
 
-_RULES: dict[Impl, _Rule] = {
-    Impl.BLACKWELL: _gpu("blackwell", "compute capability 10.0 or 10.3", lambda c: c[0] == 10),
-    Impl.HOPPER: _gpu("hopper", "compute capability 9.0", lambda c: c == (9, 0)),
-    Impl.TRITON: _gpu("triton", "compute capability 8.0 or later", lambda c: c >= (8, 0)),
+    return reasons + problem_reasons(problem)
+
+
+_RULES: dict[Impl, Callable[[Problem], list[str]]] = {
+    Impl.BLACKWELL: _blackwell,
+    Impl.HOPPER: _hopper,
+    Impl.TRITON: _triton,
     Impl.CPU: _cpu,
     Impl.REFERENCE: lambda problem: [],
 }

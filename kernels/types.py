@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,9 @@ class Geometry:
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} {value} must be a power of two, such as 64 or 128")
 
+    def __str__(self) -> str:
+        return f"{self.tile_m} x {self.tile_n}"
+
 
 MaskMod = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """(request, q head, query position, key position), int64 and broadcastable -> bool, True = visible.
@@ -69,12 +72,14 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What is computed. softmax_scale None = head_dim ** -0.5."""
+    """What is computed. softmax_scale None = head_dim ** -0.5. geometry None = the implementation's
+    own; an implementation that cannot vote on a given one refuses. Lists of a block_mask count in
+    tiles: with them None means 128 x 128 everywhere."""
 
     softmax_scale: float | None = None
     causal: bool = True
     block_mask: BlockMask | None = None
-    geometry: Geometry = field(default_factory=Geometry)
+    geometry: Geometry | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ class Problem:
     """The part of a call that decides which implementation can run it; hashable, no tensors.
 
     dtype: of q, k and v, such as "bfloat16". capability: of the CUDA device, None on a CPU.
-    page_size: None = contiguous ragged keys. vote: a skip_lambda is given.
+    page_size: None = contiguous ragged keys. vote: a skip_lambda is given. geometry: None = the
+    implementation's own.
     """
 
     head_dim: int
@@ -118,4 +124,4 @@ class Problem:
     causal: bool = True
     block_mask: bool = False
     vote: bool = True
-    geometry: Geometry = field(default_factory=Geometry)
+    geometry: Geometry | None = None

@@ -6,8 +6,8 @@ import torch
 
 from blasst.kernels.call import Call
 from blasst.kernels.errors import UnsupportedError
-from blasst.kernels.hopper.config import Config
-from blasst.kernels.types import LOG2_E, PagedKV, RaggedKV
+from blasst.kernels.hopper.config import ROWS, Config
+from blasst.kernels.types import LOG2_E, Geometry, PagedKV, Problem, RaggedKV
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
@@ -86,6 +86,34 @@ def config_reasons(config: Config) -> list[str]:
     ):
         if value not in choices:
             reasons.append(f"{name} {value} is not one of {', '.join(map(str, choices))}")
+    return reasons
+
+
+def problem_config(problem: Problem) -> Config:
+    """What is compiled for a problem whose tiles are counted whenever it votes."""
+    return config_for(
+        problem.dtype,
+        problem.head_dim,
+        causal=problem.causal,
+        page_size=problem.page_size or 0,
+        vote=problem.vote,
+        count=problem.vote,
+    )
+
+
+def geometry_of(problem: Problem) -> Geometry:
+    """The group that votes: one warpgroup's rows."""
+    return Geometry(ROWS, problem_config(problem).tile_n)
+
+
+def problem_reasons(problem: Problem) -> list[str]:
+    """Why there is no kernel for a problem, whatever the GPU; empty: there is one."""
+    reasons = config_reasons(problem_config(problem))
+    if problem.block_mask:
+        reasons.append("block masks are not in this kernel")
+    own = geometry_of(problem)
+    if problem.geometry not in (None, own):
+        reasons.append(f"it votes on {own}, not on {problem.geometry}")
     return reasons
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 
 from blasst.kernels.call import Call
-from blasst.kernels.types import LOG2_E, Geometry, PagedKV, RaggedKV
+from blasst.kernels.triton.config import (
+    MIN_SHARED_MEMORY,
+    Config,
+    config_for,
+    device_shared_memory,
+)
+from blasst.kernels.triton.lists import BlockLists, block_lists
+from blasst.kernels.types import LOG2_E, Geometry, PagedKV, Problem, RaggedKV
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+TILES = (16, 32, 64, 128)  # tl.dot takes no less than 16 rows; 256 do not fit
 
 
 def prefill(
@@ -20,18 +31,20 @@ def prefill(
     geometry: Geometry,
     skip_lambda: torch.Tensor | None,
     counters: torch.Tensor | None,
+    lists: BlockLists | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """Fills `out`, returns lse. Inputs as in `prefill_attention`, unchecked.
 
     max_seqlen_q: query rows of the longest request or more; skip_lambda is read on the device when
-    the kernel runs.
+    the kernel runs. lists: the blocks to visit; config: None = what suits the device.
     """
     from blasst.kernels.triton.device import prefill_kernel
 
     num_heads, num_kv_heads = q.shape[1], kv.k.shape[-2]
     lse = torch.empty(num_heads, q.shape[0], dtype=torch.float32, device=q.device)
-    batch = cu_seqlens_q.numel() - 1
-    grid = (num_heads, -(-max_seqlen_q // geometry.tile_m), batch)
+    m_blocks = -(-max_seqlen_q // geometry.tile_m)
+    grid = (num_heads // num_kv_heads, m_blocks, num_kv_heads * (cu_seqlens_q.numel() - 1))
     if 0 in grid:
         return lse
     if isinstance(kv, PagedKV):
@@ -41,7 +54,8 @@ def prefill(
         lengths = table = kv.cu_seqlens_k
         page = 0
         stride_k, stride_v = (0, *kv.k.stride()), (0, *kv.v.stride())
-    strides = (q.stride(), stride_k, stride_v, out.stride(), lse.stride(0), table.stride(0))
+    if config is None:
+        config = config_of(q, geometry, paged=page > 0)
     prefill_kernel[grid](
         q,
         kv.k,
@@ -53,20 +67,50 @@ def prefill(
         table,
         skip_lambda,
         counters,
+        None if lists is None else tuple(lists),
         softmax_scale * LOG2_E,
-        strides,
+        num_kv_heads,
+        (q.stride(), stride_k, stride_v, out.stride(), lse.stride(0), table.stride(0)),
         CAUSAL=causal,
         VOTE=skip_lambda is not None,
         COUNT=skip_lambda is not None and counters is not None,
         PAGE=page,
-        GROUP=num_heads // num_kv_heads,
+        LISTS=lists is not None,
         HEAD_DIM=q.shape[2],
         TILE_M=geometry.tile_m,
         TILE_N=geometry.tile_n,
-        num_warps=8 if geometry.tile_m >= 128 else 4,
-        num_stages=2,
+        V_AHEAD=config.v_ahead,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
     return lse
+
+
+def config_of(q: torch.Tensor, geometry: Geometry, *, paged: bool) -> Config:
+    """The configuration for q's device; on a CPU (Triton's interpreter) any one will do."""
+    index = q.device.index
+    shared_memory = device_shared_memory(index or 0) if q.is_cuda else MIN_SHARED_MEMORY
+    return config_for(geometry, q.shape[2], paged=paged, shared_memory=shared_memory)
+
+
+def problem_reasons(problem: Problem) -> list[str]:
+    """Why there is no kernel for a problem, whatever the GPU; empty: there is one."""
+    geometry = problem.geometry or Geometry()
+    reasons = [
+        f"{name} {value} is not one of {', '.join(map(str, choices))}"
+        for name, value, choices in (
+            ("dtype", problem.dtype, DTYPES),
+            ("head_dim", problem.head_dim, HEAD_DIMS),
+            ("tile_m", geometry.tile_m, TILES),
+            ("tile_n", geometry.tile_n, TILES),
+        )
+        if value not in choices
+    ]
+    if problem.block_mask:
+        reasons.append("block masks are not in this kernel")
+    return reasons
 
 
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
@@ -79,7 +123,8 @@ def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.T
         max_seqlen_q=max((r.seqlen_q for r in call.requests), default=0),
         softmax_scale=call.softmax_scale,
         causal=call.spec.causal,
-        geometry=call.spec.geometry,
+        geometry=call.geometry,
         skip_lambda=call.skip_lambda,
         counters=counters,
+        lists=None if call.spec.block_mask is None else block_lists(call),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from blasst.kernels.api import prefill_attention
 from blasst.kernels.dispatch import choose
 from blasst.kernels.errors import BlasstError, InvalidInputError, UnsupportedError
-from blasst.kernels.support import unsupported_reasons
+from blasst.kernels.support import own_geometry, unsupported_reasons
 from blasst.kernels.testing import block_mask_from, cumulative
 from blasst.kernels.types import AttentionSpec, Geometry, Impl, PagedKV, Problem, RaggedKV
 
@@ -199,14 +200,65 @@ def test_what_the_cpu_refuses(changes: dict[str, Any], reason: str) -> None:
     }
 
 
-@pytest.mark.parametrize("impl", [Impl.BLACKWELL, Impl.HOPPER, Impl.TRITON])
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)])
-def test_gpu_kernels_are_refused_with_the_reason(impl: Impl, capability: tuple[int, int]) -> None:
-    problem = replace(PROBLEM, device_type="cuda", capability=capability, dtype="bfloat16")
-    reasons = unsupported_reasons(problem, impl)
-    assert f"the {impl} kernel is not built in this release" in reasons
-    fits = {"blackwell": capability == (10, 0), "hopper": capability == (9, 0)}
-    assert (len(reasons) == 1) == fits.get(impl, capability >= (8, 0))
+GPU_PROBLEM = replace(
+    PROBLEM, device_type="cuda", capability=(9, 0), dtype="bfloat16", head_dim=128, page_size=16
+)
+
+
+@pytest.fixture
+def tool_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every package that compiles kernels were installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("tool_chains")
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
+def test_gpu_kernels_run_where_they_are_built_for(capability: tuple[int, int]) -> None:
+    problem = replace(GPU_PROBLEM, capability=capability)
+    for impl, fits in ((Impl.HOPPER, capability == (9, 0)), (Impl.TRITON, capability >= (8, 0))):
+        reasons = unsupported_reasons(problem, impl)
+        assert (not reasons) == fits
+        told = f"the GPU has compute capability {capability[0]}.{capability[1]}, it needs"
+        assert fits or reasons[0].startswith(told)
+
+
+@pytest.mark.usefixtures("tool_chains")
+@pytest.mark.parametrize(
+    ("changes", "impl", "reason"),
+    [
+        ({"page_size": 48}, "hopper", "page_size 48 is not one of 16, 32, 64, 128, 256"),
+        ({"head_dim": 96}, "hopper", "head_dim 96 is not one of 64, 128"),
+        ({"dtype": "float32"}, "hopper", "dtype float32 is not one of bfloat16, float16"),
+        ({"geometry": Geometry(128, 128)}, "hopper", "votes on 64 x 128, not on 128 x 128"),
+        ({"head_dim": 96}, "triton", "head_dim 96 is not one of 64, 128"),
+        ({"dtype": "float32"}, "triton", "dtype float32 is not one of bfloat16, float16"),
+        ({"geometry": Geometry(8, 64)}, "triton", "tile_m 8 is not one of 16, 32, 64, 128"),
+    ],
+)
+def test_gpu_kernels_are_refused_with_the_reason(
+    changes: dict[str, Any], impl: str, reason: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"{impl}: .*{reason}"):
+        choose(replace(GPU_PROBLEM, **changes), impl)
+
+
+def test_a_missing_tool_chain_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for impl, package in ((Impl.HOPPER, "nvidia-cutlass-dsl"), (Impl.TRITON, "triton")):
+        (reason,) = unsupported_reasons(GPU_PROBLEM, impl)
+        assert reason == f"the package {package} is not installed; install blasst[cuda]"
+
+
+@pytest.mark.usefixtures("tool_chains")
+def test_the_geometry_is_the_implementations_own_unless_it_is_given() -> None:
+    choose.cache_clear()
+    assert choose(GPU_PROBLEM).impl is Impl.HOPPER
+    assert own_geometry(GPU_PROBLEM, Impl.HOPPER) == Geometry(64, 128)
+    assert own_geometry(PROBLEM, Impl.CPU) == own_geometry(GPU_PROBLEM, Impl.TRITON) == Geometry()
+    other = choose(replace(GPU_PROBLEM, geometry=Geometry(128, 128)))
+    assert other.impl is Impl.TRITON
+    assert "votes on 64 x 128, not on 128 x 128" in str(other)
+    choose.cache_clear()
 
 
 def test_automatic_choice_is_logged_with_reasons(caplog: pytest.LogCaptureFixture) -> None:
