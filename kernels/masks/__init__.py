@@ -1,0 +1,1 @@
+"""Block masks for training and serving: composable mask mods, layouts, block lists and routes."""

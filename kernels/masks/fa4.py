@@ -1,0 +1,119 @@
+"""Direct FlashAttention-4: dense layout, block-sparse forward and backward, no torch.compile."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+from blasst.kernels.errors import UnsupportedError
+from blasst.kernels.masks.bound import AttentionMask
+from blasst.kernels.masks.cute_mod import cute_mask_mod
+from blasst.kernels.masks.lists import BlockLists, Orientation, dq_write_order
+from blasst.kernels.types import Geometry
+
+GEOMETRIES = {9: Geometry(128, 128), 10: Geometry(256, 128)}
+"""The block size of FA4's lists by compute capability: two query tiles are in flight on SM100."""
+
+
+class Fa4(NamedTuple):
+    """The parts of flash_attn.cute that are used."""
+
+    interface: Any
+    block_sparsity: Any
+
+
+def fa4_reasons() -> list[str]:
+    """Why flash_attn.cute cannot be imported, with the remedy; empty: it can."""
+    new = _version("flash-attn-4")
+    if new is None:
+        return ["flash-attn-4 is not installed; install blasst[cuda]"]
+    spec = importlib.util.find_spec("flash_attn")
+    if spec is not None and spec.origin is not None and not _has_cute(spec):
+        old = _version("flash-attn") or "of another kind"
+        return [
+            f"flash-attn {old} at {spec.origin} hides flash_attn.cute of flash-attn-4 {new}; run "
+            "pip uninstall flash-attn"
+        ]
+    missing = [name for name in ("cutlass", "quack") if importlib.util.find_spec(name) is None]
+    return [f"flash-attn-4 needs the module {name}; install blasst[cuda]" for name in missing]
+
+
+def _has_cute(spec: Any) -> bool:
+    return importlib.util.find_spec("flash_attn.cute") is not None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def load_fa4() -> Fa4:
+    """Raises UnsupportedError with fa4_reasons()."""
+    reasons = fa4_reasons()
+    if reasons:
+        raise UnsupportedError(reasons)
+    with warnings.catch_warnings():
+        # Its dependencies use names that the installed CUTLASS calls deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return Fa4(
+            importlib.import_module("flash_attn.cute.interface"),
+            importlib.import_module("flash_attn.cute.block_sparsity"),
+        )
+
+
+def sparse_tensors(fa4: Fa4, orientation: Orientation, geometry: Geometry, **order: Any) -> Any:
+    """FA4's BlockSparseTensorsTorch of one orientation."""
+    return fa4.block_sparsity.BlockSparseTensorsTorch(
+        mask_block_cnt=orientation.partial_counts,
+        mask_block_idx=orientation.partial_indices,
+        full_block_cnt=orientation.full_counts,
+        full_block_idx=orientation.full_indices,
+        block_size=(geometry.tile_m, geometry.tile_n),
+        **order,
+    )
+
+
+def backward_tensors(fa4: Fa4, lists: BlockLists, *, deterministic: bool) -> Any:
+    """The key-major lists, with the order of dq if deterministic. Raises if they were not built."""
+    order: dict[str, Any] = {}
+    if deterministic:
+        partial, full = dq_write_order(lists, spt=False)
+        order = {"dq_write_order": partial, "dq_write_order_full": full, "spt": False}
+    return sparse_tensors(fa4, lists.backward, lists.geometry, **order)
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: AttentionMask,
+    *,
+    softmax_scale: float,
+    lists: BlockLists,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out like q [batch, seqlen, num_heads, head_dim]; lse float32 [batch, num_heads, seqlen]."""
+    fa4 = load_fa4()
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    out, lse = fa4.interface.flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        mask_mod=cute_mask_mod(mask),
+        aux_tensors=mask.aux_tensors,
+        block_sparse_tensors=sparse_tensors(fa4, lists.by_query, lists.geometry),
+        block_sparse_tensors_bwd=(
+            backward_tensors(fa4, lists, deterministic=deterministic) if needs_grad else None
+        ),
+        deterministic=deterministic,
+        return_lse=True,
+    )
+    return out, lse
