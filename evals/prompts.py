@@ -107,6 +107,10 @@ class PromptEncoder:
         places = tuple(_token_at(encoding, lead + mark) for mark in marks)
         return EncodedPrompt(ids, places)
 
+    def count(self, text: str) -> int:
+        """Tokens of a piece of text, nothing added."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """The ids of an answer that continues a prompt."""
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)

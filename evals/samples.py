@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from blasst.evals.errors import InputError
 from blasst.evals.prompts import EncodedPrompt, PromptEncoder
-from blasst.evals.tasks import Draft, Haystack, Task, task_named
+from blasst.evals.tasks import Draft, Draw, Haystack, Task, task_named
 
 MIN_LENGTH = 512
 MAX_LENGTH = 1 << 20
@@ -35,6 +34,12 @@ class Sample:
     needles: tuple[int, ...]
     prompt_format: str
     tokenizer_sha256: str
+    mode: str = "balanced"
+
+    @property
+    def need(self) -> int:
+        """Tokens of context that a server must have for this sample."""
+        return len(self.prompt) + max(self.max_tokens, len(self.gold))
 
     @property
     def prompt_sha256(self) -> str:
@@ -48,8 +53,21 @@ class Sample:
         return tuple(place / len(self.prompt) for place in self.needles)
 
 
-def sample_id(task: str, length: int, seed: int, index: int) -> str:
-    return f"{task}/{length}/{seed}/{index}"
+MODES = ("balanced", "official")
+
+
+def sample_id(mode: str, task: str, length: int, seed: int, index: int) -> str:
+    return f"{mode}/{task}/{length}/{seed}/{index}"
+
+
+def check_request(length: int, count: int) -> None:
+    """Raises InputError for what no task can make."""
+    if not MIN_LENGTH <= length <= MAX_LENGTH:
+        raise InputError(
+            f"length {length} is outside {MIN_LENGTH}..{MAX_LENGTH} tokens; usual: 2048 to 131072"
+        )
+    if count < 1:
+        raise InputError(f"{count} samples: give at least 1")
 
 
 def generate(
@@ -61,21 +79,15 @@ def generate(
     encoder: PromptEncoder,
     haystack: Haystack,
 ) -> Iterator[Sample]:
-    """Samples 0..count-1; each depends on (seed, task, length, its index) alone."""
+    """Balanced samples 0..count-1; each depends on (seed, task, length, its index) alone."""
     task = task_named(task_name)
-    if not MIN_LENGTH <= length <= MAX_LENGTH:
-        raise InputError(
-            f"length {length} is outside {MIN_LENGTH}..{MAX_LENGTH} tokens; usual: 2048 to 131072"
-        )
-    if count < 1:
-        raise InputError(f"{count} samples: give at least 1")
+    check_request(length, count)
     for index in range(count):
-        rng = random.Random(f"{seed}:{task_name}:{length}:{index}")
-        draft = task.draw(rng, haystack)
+        draft = task.draw(Draw(task_name, length, seed, index, haystack))
         gold = encoder.encode_answer(draft.gold)
         encoded = _fill(task, draft, length, max(task.max_tokens, len(gold)), encoder)
         yield Sample(
-            id=sample_id(task_name, length, seed, index),
+            id=sample_id("balanced", task_name, length, seed, index),
             task=task_name,
             length=length,
             index=index,

@@ -6,41 +6,64 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from blasst.evals.data import ESSAY_FILE, DataFiles
 from blasst.evals.errors import InputError
 from blasst.evals.packages import Say
-from blasst.evals.samples import Sample, generate
+from blasst.evals.samples import MODES, Sample, generate
 from blasst.evals.tasks import Haystack, task_named
 
 
 @dataclass(frozen=True)
 class Suite:
-    """count: samples of each task at each length (tokens)."""
+    """count: samples of each task at each length (tokens). mode: balanced, or official (NVIDIA's
+    generators, byte for byte)."""
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
     count: int
     seed: int
+    mode: str = "balanced"
 
     @classmethod
-    def of(cls, tasks: Sequence[str], lengths: Sequence[int], count: int, seed: int) -> Suite:
-        """Each task and length once. Raises InputError for an unknown task."""
+    def of(
+        cls,
+        tasks: Sequence[str],
+        lengths: Sequence[int],
+        count: int,
+        seed: int,
+        mode: str = "balanced",
+    ) -> Suite:
+        """Each task and length once. Raises InputError for an unknown task or mode."""
         for name in tasks:
             task_named(name)
         if not tasks or not lengths:
             raise InputError("give at least one task and one length")
-        return cls(tuple(dict.fromkeys(tasks)), tuple(sorted(set(lengths))), count, seed)
+        if mode not in MODES:
+            raise InputError(f"mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
+        return cls(tuple(dict.fromkeys(tasks)), tuple(sorted(set(lengths))), count, seed, mode)
 
 
 def make_samples(
-    suite: Suite, model: Path | None, prompt_format: str, say: Say
+    suite: Suite, model: Path | None, prompt_format: str, say: Say, data: Path | None = None
 ) -> Iterator[Sample]:
-    """All samples, lengths in order. model: folder with a tokenizer; None: the demo model's."""
+    """All samples, lengths in order. model: folder with a tokenizer; None: the demo model's.
+    data: folder with the three files of data.py; None: NVIDIA's package."""
     from blasst.evals.essays import essay_words
-    from blasst.evals.models import essays_path, smollm2_folder
+    from blasst.evals.models import smollm2_folder
+    from blasst.evals.official.encode import generate_official
     from blasst.evals.prompts import PromptEncoder
 
     encoder = PromptEncoder(model if model is not None else smollm2_folder(say), prompt_format)
-    haystack = Haystack(tuple(essay_words(essays_path(say))))
+    files = DataFiles(data, say)
+    if suite.mode == "official":
+        materials = files.materials()
+        for length in suite.lengths:
+            for task in suite.tasks:
+                yield from generate_official(
+                    task, length, suite.count, seed=suite.seed, encoder=encoder, materials=materials
+                )
+        return
+    haystack = Haystack(tuple(essay_words(files.path(ESSAY_FILE))), files.qa)
     for length in suite.lengths:
         for task in suite.tasks:
             yield from generate(

@@ -6,20 +6,11 @@ import random
 import string
 from dataclasses import dataclass
 
-from blasst.evals.tasks import Haystack, Rendered
+from blasst.evals.tasks import Draw, Rendered
+from blasst.evals.texts import NOISE, VT_PREFIX, VT_TEMPLATE
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NAMES = 5
 _EXAMPLE_LINES = 8
-_QUESTION = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    "{context}\n"
-    "Question: Find all variables that are assigned the value {value} in the text above."
-)
-_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} "
-    "variables are assigned the value {value}, they are: "
-)
 
 
 @dataclass(frozen=True)
@@ -41,10 +32,10 @@ class Chain:
         spots = [int(size * place) for place in self.places]
         for spot, line in reversed(list(zip(spots, self.lines(), strict=True))):
             text.insert(spot, line)
-        return _QUESTION.format(context="\n".join(text), value=self.value)
+        return VT_TEMPLATE.format(context="\n".join(text), query=self.value)
 
     def prefix(self) -> str:
-        return _PREFIX.format(count=len(self.names), value=self.value)
+        return VT_PREFIX.format(num_v=len(self.names), query=self.value)
 
 
 @dataclass(frozen=True)
@@ -71,15 +62,16 @@ class VtDraft:
         return Rendered(lead + question, self.chain.prefix(), marks)
 
 
-def draw(rng: random.Random, haystack: Haystack) -> VtDraft:
-    """`haystack` is not used: the noise is five fixed sentences."""
-    return VtDraft(chain=_chain(rng, 5), example=_chain(rng, 3))
+def draw(draw: Draw) -> VtDraft:
+    """The five lines of the chain at balanced depths, in the order in which they must stand."""
+    rng = draw.rng()
+    chain = _chain(rng, 5, tuple(sorted(draw.spread(NAMES))))
+    example = _chain(rng, 3, tuple(sorted(rng.random() for _ in range(NAMES))))
+    return VtDraft(chain, example)
 
 
-def _chain(rng: random.Random, letters: int) -> Chain:
+def _chain(rng: random.Random, letters: int, places: tuple[float, ...]) -> Chain:
     names: dict[str, None] = {}
     while len(names) < NAMES:
         names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-    value = str(rng.randint(10_000, 99_998))
-    places = tuple(sorted(rng.random() for _ in range(NAMES)))
-    return Chain(tuple(names), value, places)
+    return Chain(tuple(names), str(rng.randint(10_000, 99_998)), places)

@@ -19,7 +19,7 @@ from blasst.evals.runner import Runner, RunOptions
 from blasst.evals.samples import Sample, generate
 from blasst.evals.sidecar import Sidecar
 from blasst.evals.store import ResultStore
-from blasst.evals.tasks import Haystack, tasks
+from blasst.evals.tasks import Draw, Haystack, tasks
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, essay: tuple[str, ...])
             AddedToken(t, special=True) for t in ("<pad>", "<|im_start|>", "<|im_end|>")
         ],
     )
-    drafts = (t.draw(random.Random(0), Haystack(essay)).render(20) for t in tasks().values())
+    named = [tasks()[name] for name in ("niah_single_2", "niah_multivalue", "vt", "cwe", "fwe")]
+    drafts = (t.draw(Draw(t.name, 1024, 0, 0, Haystack(essay))).render(20) for t in named)
     texts = [text for draft in drafts for text in (draft.user, draft.prefix)]
     tokenizer.train_from_iterator([" ".join(essay), *texts * 20], trainer)
     folder = tmp_path_factory.mktemp("tiny-model")

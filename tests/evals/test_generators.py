@@ -15,6 +15,7 @@ from blasst.evals.samples import Sample, generate, read_samples, write_samples
 from blasst.evals.tasks import Haystack, tasks
 
 TASKS = ("niah_single_2", "niah_multivalue", "vt")
+ALL = tuple(tasks())
 
 
 def make(
@@ -33,7 +34,7 @@ def test_a_sample_depends_on_seed_task_length_and_index_alone(
     assert make(task, 1024, 1, encoder, haystack, seed=43)[0].prompt != many[0].prompt
     longer = make(task, 1536, 1, encoder, haystack)[0]
     assert longer.answers != many[0].answers
-    assert [s.id for s in many] == [f"{task}/1024/42/{i}" for i in range(4)]
+    assert [s.id for s in many] == [f"balanced/{task}/1024/42/{i}" for i in range(4)]
 
 
 @pytest.mark.parametrize("length", [1024, 2048, 4000])

@@ -1,0 +1,81 @@
+"""NVIDIA's own generators of the package nvidia-long-context-eval, run as they are.
+
+A program of its own: `nvidia_program.py PACKAGE_FOLDER OUT TOKENIZER COUNT [WORDS] TASK:LENGTH...`.
+Stand-ins replace what needs a download or is not installed: NLTK's sentence splitter (package
+punkt), scipy's zeta (a sum), tenacity (used for hosted tokenizers only).
+"""
+
+from __future__ import annotations
+
+import io
+import runpy
+import sys
+import types
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+
+def zeta(alpha: float) -> float:
+    """Euler and Maclaurin: the sum of k^-alpha."""
+    n = 1000
+    head = sum(k**-alpha for k in range(n - 1, 0, -1))
+    tail = n ** (1 - alpha) / (alpha - 1) + n**-alpha / 2 + alpha * n ** (-alpha - 1) / 12
+    return head + tail
+
+
+def module(name: str, **contents: Any) -> None:
+    made = types.ModuleType(name)
+    vars(made).update(contents)
+    sys.modules[name] = made
+
+
+def stand_ins(words: int) -> None:
+    import punkt
+    import wonderwords.random_word as source
+    from transformers import AutoTokenizer  # before a stand-in for scipy makes it look for more
+
+    assert AutoTokenizer
+
+    def decorator(*args: Any, **kwargs: Any) -> Any:
+        return lambda function: function
+
+    module("nltk")
+    module("nltk.tokenize", sent_tokenize=punkt.sent_tokenize)
+    module("scipy")
+    module("scipy.special", zeta=zeta)
+    names = ("stop_after_attempt", "wait_fixed", "wait_random")
+    module("tenacity", retry=decorator, **dict.fromkeys(names, lambda *a: 0))
+    if words:
+        read = source._get_words_from_text_file
+        source._get_words_from_text_file = lambda name: read(name)[:words]
+
+
+def main() -> None:
+    package, out, tokenizer, count, words = Path(sys.argv[1]), *sys.argv[2:6]
+    wanted = [spec.split(":") for spec in sys.argv[6:]]
+    stand_ins(int(words))
+    folder = package / "long_context_eval"
+    sys.path[:0] = [str(package), str(folder / "data" / "synthetic"), str(folder / "data")]
+    import yaml
+    from long_context_eval.data.synthetic.constants import TASKS
+
+    plans = yaml.safe_load((folder / "synthetic.yaml").read_text())
+    for task, length in wanted:
+        plan = plans[task]
+        base = TASKS[plan["task"]]
+        argv = [f"{plan['task']}.py", "--save_dir", f"{out}/{length}", "--save_name", task]
+        argv += ["--tokenizer_type", "hf", "--tokenizer_path", tokenizer]
+        argv += ["--max_seq_length", length, "--num_samples", count, "--random_seed", "42"]
+        argv += ["--tokens_to_generate", str(base["tokens_to_generate"])]
+        argv += ["--template", base["template"] + base["answer_prefix"]]
+        for name, value in plan["args"].items():
+            argv += [f"--{name}", str(value)]
+        sys.argv = argv
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            runpy.run_path(str(folder / "data" / "synthetic" / argv[0]), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
