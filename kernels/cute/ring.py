@@ -29,15 +29,15 @@ class Ring:
     def full(self, visit: Int32) -> cute.Pointer:
         return self.barriers + self.stage(visit)
 
+    def empty(self, visit: Int32) -> cute.Pointer:
+        return self.barriers + self.stages + self.stage(visit)
+
     def acquire(self, visit: Int32) -> cute.Pointer:
         """Producer warp: waits for the empty stage, announces its bytes; returns its barrier."""
-        stage = self.stage(visit)
-        cute.arch.mbarrier_wait(
-            self.barriers + self.stages + stage, ((visit // self.stages) & 1) ^ 1
-        )
+        cute.arch.mbarrier_wait(self.empty(visit), ((visit // self.stages) & 1) ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barriers + stage, self.bytes_per_producer)
-        return self.barriers + stage
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full(visit), self.bytes_per_producer)
+        return self.full(visit)
 
     def wait(self, visit: Int32) -> None:
         """Consumer: until the stage is full."""
@@ -46,4 +46,4 @@ class Ring:
     def release(self, visit: Int32) -> None:
         """Consumer warp: done with the stage, which it has waited for."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.barriers + self.stages + self.stage(visit))
+            cute.arch.mbarrier_arrive(self.empty(visit))

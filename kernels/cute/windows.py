@@ -13,6 +13,11 @@ from cutlass.cute.nvgpu import cpasync
 from blasst.kernels.cute.smem import tile_layout
 
 
+def select(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
+    """The same memory with its modes in another order."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
+
+
 def window_view(rows: cute.Tensor, window: int) -> cute.Tensor:
     """(row, column, ...) -> (window, column, ..., row + window)."""
     base = cute.domain_offset((-window, *(0,) * (cute.rank(rows) - 1)), rows).iterator

@@ -6,11 +6,11 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import warp
 
 from blasst.kernels.cute.fragment import ROWS_PER_THREAD, first_row
+from blasst.kernels.cute.load import Source
 from blasst.kernels.cute.softmax import scale_rows
 from blasst.kernels.cute.windows import copy_window, window
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP
 from blasst.kernels.hopper.consume import Consumer
-from blasst.kernels.hopper.load import Source
 
 
 @cute.jit

@@ -8,17 +8,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from blasst.kernels.cute.count import count_blocks
 from blasst.kernels.cute.fragment import ROWS_PER_THREAD, first_row
+from blasst.kernels.cute.load import Source, load_blocks, load_queries
 from blasst.kernels.cute.mma import K_MAJOR, MN_MAJOR, warpgroup_mma
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.softmax import Softmax
 from blasst.kernels.cute.tile import Tile, make_tile
-from blasst.kernels.cute.windows import make_window_atom
+from blasst.kernels.cute.windows import make_window_atom, select
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
 from blasst.kernels.hopper.consume import Consumer, Operands
 from blasst.kernels.hopper.epilogue import store_output
-from blasst.kernels.hopper.load import Source, load_blocks, load_queries
 
 SWIZZLE_ALIGNMENT = 1024  # bytes
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -190,7 +191,8 @@ class HopperPrefill:
         self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
     ) -> None:
         if warp == 0:
-            load_queries(self.config, arrays.q, shared.q, shared.q_full, tile, place.head)
+            size = self.config.query_bytes
+            load_queries(arrays.q, shared.q, shared.q_full, tile, place.head, size)
         if tile.n_blocks > 0:
             self.produce_blocks(arrays, shared, tile, warp, place)
 
@@ -267,15 +269,3 @@ class HopperPrefill:
             cute.make_rmem_tensor(qk.partition_shape_C((ROWS, config.tile_n)), Float32),
             cute.make_rmem_tensor(pv.partition_shape_C((ROWS, config.head_dim)), Float32),
         )
-
-
-@cute.jit
-def count_blocks(at: cute.Pointer, visited: Int32, skipped: Int32, thread: Int32) -> None:
-    """Adds a warpgroup's numbers to the pair of its kv head."""
-    if thread == 0:
-        cute.arch.atomic_add(at, Int64(visited))
-        cute.arch.atomic_add(at + 1, Int64(skipped))
-
-
-def select(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))

@@ -1,6 +1,6 @@
-"""Producer: one warp brings the queries and keys, a second one the values."""
+"""Producer warps: the queries of a thread block, and their share of its keys or values."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -9,7 +9,6 @@ from cutlass import Int32
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.windows import copy_window, window
-from blasst.kernels.hopper.config import ROWS, Config
 
 
 class Source(NamedTuple):
@@ -21,22 +20,23 @@ class Source(NamedTuple):
 
 @cute.jit
 def load_queries(
-    config: cutlass.Constexpr[Config],
     source: Source,
     smem: cute.Tensor,
     barriers: cute.Pointer,
     tile: Tile,
     head: Int32,
+    group_bytes: cutlass.Constexpr[int],
 ) -> None:
-    """Each consumer warpgroup's rows into its own stage and barrier.
+    """smem: (rows, head_dim, groups); each group of rows has its own barrier.
 
     Rows beyond the end are 0, but a window without any row faults: it gets the tile's last row.
     """
-    for group in cutlass.range_constexpr(config.warpgroups):
-        row = tile.row + cutlass.min(group * ROWS, tile.rows - 1)
-        valid = cutlass.max(1, cutlass.min(tile.rows - group * ROWS, ROWS))
+    group_rows = cute.size(smem, mode=[0])
+    for group in cutlass.range_constexpr(cute.size(smem, mode=[2])):
+        row = tile.row + cutlass.min(group * group_rows, tile.rows - 1)
+        valid = cutlass.max(1, cutlass.min(tile.rows - group * group_rows, group_rows))
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers + group, config.query_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers + group, group_bytes)
         copy_window(
             source.atom,
             window(source.coordinates, tile.q_start + row, valid, (head,)),
@@ -47,7 +47,7 @@ def load_queries(
 
 @cute.jit
 def load_blocks(
-    config: cutlass.Constexpr[Config],
+    config: cutlass.Constexpr[Any],
     source: Source,
     smem: cute.Tensor,
     ring: Ring,
@@ -85,9 +85,7 @@ def load_blocks(
 
 
 @cute.jit
-def read_pages(
-    config: cutlass.Constexpr[Config], pages: cute.Tensor, tile: Tile, n: Int32
-) -> Int32:
+def read_pages(config: cutlass.Constexpr[Any], pages: cute.Tensor, tile: Tile, n: Int32) -> Int32:
     """Lane i: the page of the i-th window of block n. Entries beyond the keys are not read."""
     part = cutlass.min(cute.arch.lane_idx(), config.windows - 1)
     key = n * config.tile_n + part * config.window

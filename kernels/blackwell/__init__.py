@@ -1,0 +1,1 @@
+"""Prefill attention for Blackwell (compute capability 10.x), in the CuTe DSL."""

@@ -1,0 +1,356 @@
+"""The kernel: 16 warps compute two tiles of 128 query rows of one head against all their keys."""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from blasst.kernels.blackwell.config import ALIGNMENT, ROWS, TILES, WARP, WARPGROUP, Config
+from blasst.kernels.blackwell.correction import Correction
+from blasst.kernels.blackwell.edges import Edges, barrier_count
+from blasst.kernels.blackwell.epilogue import store_output
+from blasst.kernels.blackwell.mma import Multiplier, Operands
+from blasst.kernels.blackwell.softmax import Softmax
+from blasst.kernels.cute import tmem
+from blasst.kernels.cute.count import count_blocks
+from blasst.kernels.cute.load import Source, load_blocks, load_queries
+from blasst.kernels.cute.ring import Ring
+from blasst.kernels.cute.smem import tile_layout, transposed
+from blasst.kernels.cute.tile import Tile, make_tile
+from blasst.kernels.cute.windows import make_window_atom, select
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+class Arrays(NamedTuple):
+    """Everything in global memory: q, k, v, out as row windows; the rest as they are.
+
+    lse: [num_heads, total_q]; key_lengths: [batch], or cumulative [batch + 1] for ragged keys;
+    page_table: [batch, max_pages]; skip_lambda: [batch]; counters: [num_kv_heads, 2].
+    """
+
+    q: Source
+    k: Source
+    v: Source
+    out: Source
+    lse: cute.Tensor
+    cu_seqlens_q: cute.Tensor
+    key_lengths: cute.Tensor
+    page_table: Any  # None, like the next two, when the Config has no use for it
+    skip_lambda: Any
+    counters: Any
+
+
+class Place(NamedTuple):
+    """What a thread block computes: rows from `row` on of one q head of one request."""
+
+    head: Int32
+    kv_head: Int32
+    request: Int32
+    row: Int32
+
+
+class Shared(NamedTuple):
+    """Shared memory: tiles (rows, columns, stages or tiles), barriers, and messages.
+
+    scale: (tiles, 2 slots, rows); kept: (tiles,); tmem: (1,), the base address of tensor memory.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    edges: Edges
+    keys: Ring
+    values: Ring
+    scale: cute.Tensor
+    kept: cute.Tensor
+    tmem: cute.Tensor
+
+
+class BlackwellPrefill:
+    """q, out: [total_q, num_heads, head_dim]; k, v: [num_pages, page_size, num_kv_heads, head_dim],
+    or [total_k, num_kv_heads, head_dim] when config.page_size is 0."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        key_lengths: cute.Tensor,
+        page_table: cute.Tensor | None,
+        skip_lambda: cute.Tensor | None,
+        counters: cute.Tensor | None,
+        scale_log2: Float32,
+        max_seqlen_q: Int32,
+        stream: cuda.CUstream,
+    ):
+        config = self.config
+        paged = config.page_size > 0
+        num_kv_heads = k.shape[2] if cutlass.const_expr(paged) else k.shape[1]
+        rows_first = (1, 3, 2, 0) if cutlass.const_expr(paged) else (0, 2, 1)
+        q, out = select(q, (0, 2, 1)), select(out, (0, 2, 1))
+        k, v = select(k, rows_first), select(v, rows_first)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        arrays = Arrays(
+            Source(*make_window_atom(load, q, ROWS, ROWS)),
+            Source(*make_window_atom(load, k, config.window, config.tile_n)),
+            Source(*make_window_atom(load, v, config.window, config.tile_n)),
+            Source(*make_window_atom(store, out, ROWS, ROWS)),
+            lse,
+            cu_seqlens_q,
+            key_lengths,
+            page_table,
+            skip_lambda,
+            counters,
+        )
+        batch = cu_seqlens_q.shape[0] - 1
+        # The heads of a group run side by side: they read the same keys.
+        grid = (
+            q.shape[2] // num_kv_heads,
+            cute.ceil_div(max_seqlen_q, config.tile_m),
+            num_kv_heads * batch,
+        )
+        self.kernel(arrays, scale_log2, num_kv_heads).launch(
+            grid=grid, block=(config.roles.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(self, arrays: Arrays, scale_log2: Float32, num_kv_heads: Int32):
+        in_group, m_reversed, slot = cute.arch.block_idx()
+        group_size, m_blocks, _ = cute.arch.grid_dim()
+        kv_head, request = slot % num_kv_heads, slot // num_kv_heads
+        # The longest tiles of a causal prompt start first.
+        row = (m_blocks - 1 - m_reversed) * self.config.tile_m
+        place = Place(kv_head * group_size + in_group, kv_head, request, row)
+        tile = self.tile_at(arrays, request, row, self.config.tile_m)
+        if tile.rows > 0:
+            self.attend(arrays, tile, place, scale_log2)
+
+    @cute.jit
+    def attend(self, arrays: Arrays, tile: Tile, place: Place, scale_log2: Float32) -> None:
+        """Every warp takes its role."""
+        config, roles, registers = self.config, self.config.roles, self.config.registers
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tiles = tuple(
+            self.tile_at(arrays, place.request, place.row + t * ROWS, ROWS) for t in range(TILES)
+        )
+        leads = tuple(tile.n_blocks - t.n_blocks for t in tiles)
+        shared = self.allocate(warp)
+        base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem.iterator)
+        if warp >= roles.mma:
+            cute.arch.setmaxregister_decrease(registers.other)
+            if warp == roles.mma:
+                if tile.n_blocks > 0:
+                    self.multiplier(shared, base, tile.n_blocks, leads).multiply()
+                cute.arch.relinquish_tmem_alloc_permit()
+                cute.arch.barrier(
+                    barrier_id=config.teardown_barrier, number_of_threads=WARPGROUP + WARP
+                )
+                cute.arch.dealloc_tmem(base, tmem.COLUMNS)
+            elif tile.n_blocks > 0:
+                self.produce(arrays, shared, tile, warp, place)
+        elif warp >= roles.correction:
+            cute.arch.setmaxregister_decrease(registers.correction)
+            self.correct(arrays, shared, tile.n_blocks, tiles, place)
+        else:
+            cute.arch.setmaxregister_increase(registers.softmax)
+            for index in cutlass.range_constexpr(TILES):
+                if warp // 4 == index:
+                    job = (index, tiles[index], tile.n_blocks, leads[index])
+                    self.soften(arrays, shared, job, place, scale_log2)
+
+    @cute.jit
+    def tile_at(self, arrays: Arrays, request: Int32, row: Int32, tile_m: int) -> Tile:
+        config = self.config
+        tile: Tile = make_tile(
+            arrays.cu_seqlens_q,
+            arrays.key_lengths,
+            request,
+            row,
+            tile_m,
+            config.tile_n,
+            config.causal,
+            config.page_size == 0,
+        )
+        return tile
+
+    @cute.jit
+    def allocate(self, warp: Int32) -> Shared:
+        """Shared and tensor memory, barriers ready."""
+        config = self.config
+        smem = cutlass.utils.SmemAllocator()
+        stages = config.key_stages + config.value_stages
+        barriers = smem.allocate_array(Int64, barrier_count(config) + 2 * stages)
+        base = smem.allocate_tensor(Int32, cute.make_layout(1))
+        kept = smem.allocate_tensor(Int32, cute.make_layout(TILES))
+        scale = smem.allocate_tensor(
+            Float32, cute.make_layout((TILES, 2, ROWS), stride=(2 * ROWS, ROWS, 1)), 16
+        )
+        q, k, v = (
+            smem.allocate_tensor(
+                self.dtype, layout.outer, byte_alignment=ALIGNMENT, swizzle=layout.inner
+            )
+            for layout in (
+                tile_layout(ROWS, config.head_dim, TILES),
+                tile_layout(config.tile_n, config.head_dim, config.key_stages),
+                tile_layout(config.tile_n, config.head_dim, config.value_stages),
+            )
+        )
+        edges = Edges(config, barriers)
+        first = barriers + barrier_count(config)
+        share = config.bytes_per_stage // config.loaders
+        keys = Ring(first, config.key_stages, share)
+        values = Ring(first + 2 * config.key_stages, config.value_stages, share)
+        if warp == config.roles.mma:
+            cute.arch.alloc_tmem(tmem.COLUMNS, base.iterator)
+        if warp == 0:
+            with cute.arch.elect_one():
+                edges.init()
+                for ring in (keys, values):
+                    ring.init(config.loaders, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return Shared(q, k, v, edges, keys, values, scale, kept, base)
+
+    @cute.jit
+    def produce(
+        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
+    ) -> None:
+        config = self.config
+        pages = None
+        if cutlass.const_expr(config.page_size > 0):
+            pages = arrays.page_table[place.request, None]
+        mine = (0, place.kv_head, pages)
+        q_full = shared.edges.edge("q_full", 0).barriers
+        if warp == config.roles.keys:
+            load_queries(arrays.q, shared.q, q_full, tile, place.head, config.query_bytes)
+            load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine)
+        if warp == config.roles.values:
+            load_blocks(config, arrays.v, shared.v, shared.values, tile, mine)
+
+    @cute.jit
+    def soften(
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        job: tuple[int, Tile, Int32, Int32],
+        place: Place,
+        scale_log2: Float32,
+    ) -> None:
+        """job: index, tile, visits and lead of this softmax warpgroup."""
+        config = self.config
+        index, tile, visits, lead = job
+        row = cute.arch.thread_idx()[0] % WARPGROUP
+        floor = -Float32.inf
+        if cutlass.const_expr(config.vote):
+            log2_lambda = cute.math.log2(arrays.skip_lambda[place.request], fastmath=True)
+            floor = log2_lambda if row < tile.rows else Float32.inf
+        lanes = tmem.own_lanes(shared.tmem[0])
+        softmax = Softmax(
+            config,
+            index,
+            tile,
+            visits,
+            lead,
+            row,
+            shared.edges,
+            lanes + config.tmem.scores[index],
+            lanes + config.p_columns[index],
+            shared.scale[index, None, None],
+            shared.kept,
+            scale_log2,
+            floor,
+            cute.make_rmem_tensor(3, Float32),
+            self.dtype,
+        )
+        skipped = softmax.attend()
+        if row < tile.rows:
+            arrays.lse[place.head, tile.q_start + tile.row + row] = softmax.lse()
+        if cutlass.const_expr(config.count):
+            count_blocks(arrays.counters.iterator + place.kv_head * 2, tile.n_blocks, skipped, row)
+
+    @cute.jit
+    def correct(
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        visits: Int32,
+        tiles: tuple[Tile, Tile],
+        place: Place,
+    ) -> None:
+        config = self.config
+        lanes = tmem.own_lanes(shared.tmem[0])
+        correction = Correction(
+            config,
+            shared.edges,
+            visits,
+            cute.arch.thread_idx()[0] % WARPGROUP,
+            shared.scale,
+            tuple(lanes + column for column in config.tmem.out),
+        )
+        correction.correct()
+        for t in cutlass.range_constexpr(TILES):
+            if tiles[t].rows > 0:
+                smem = shared.q[None, None, t]
+                store_output(correction, t, tiles[t], arrays.out, smem, place.head)
+        tmem.fence_before_sync()
+        cute.arch.barrier_arrive(
+            barrier_id=config.teardown_barrier, number_of_threads=WARPGROUP + WARP
+        )
+
+    @cute.jit
+    def multiplier(
+        self, shared: Shared, base: cute.Pointer, visits: Int32, leads: tuple[Int32, Int32]
+    ) -> Multiplier:
+        config = self.config
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shapes = (ROWS, config.tile_n), (ROWS, config.head_dim)
+        mma_qk, mma_pv = (
+            cutlass.utils.blackwell_helpers.make_trivial_tiled_mma(
+                self.dtype,
+                self.dtype,
+                k_major,
+                b_major,
+                Float32,
+                tcgen05.CtaGroup.ONE,
+                shape,
+                source,
+            )
+            for b_major, shape, source in (
+                (k_major, shapes[0], tcgen05.OperandSource.SMEM),
+                (mn_major, shapes[1], tcgen05.OperandSource.TMEM),
+            )
+        )
+        qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        p = pv.make_fragment_A(pv.partition_shape_A((ROWS, config.tile_n)))
+        scores = qk.make_fragment_C(qk.partition_shape_C(shapes[0]))
+        out = pv.make_fragment_C(pv.partition_shape_C(shapes[1]))
+        operands = Operands(
+            mma_qk,
+            mma_pv,
+            qk.make_fragment_A(qk.partition_A(shared.q)),
+            qk.make_fragment_B(qk.partition_B(shared.k)),
+            pv.make_fragment_B(pv.partition_B(transposed(shared.v))),
+            tuple(place_at(p, base + c, self.dtype) for c in config.p_columns),
+            tuple(place_at(scores, base + c, Float32) for c in config.tmem.scores),
+            tuple(place_at(out, base + c, Float32) for c in config.tmem.out),
+        )
+        return Multiplier(
+            config, operands, shared.edges, shared.keys, shared.values, visits, leads, shared.kept
+        )
+
+
+def place_at(fragment: cute.Tensor, column: cute.Pointer, dtype: Any) -> cute.Tensor:
+    """The fragment at a column of tensor memory."""
+    return cute.make_tensor(cute.recast_ptr(column, dtype=dtype), fragment.layout)

@@ -1,0 +1,241 @@
+"""Softmax warpgroup: one tile, one row a thread. Scores to registers, vote, exp2, P to its window.
+
+The scores' columns are released as soon as they are read: before the vote and before exp2.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from blasst.kernels.blackwell.config import WARPGROUP, Config
+from blasst.kernels.blackwell.edges import Edges
+from blasst.kernels.cute import tmem
+from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.vote import any_thread
+
+LN_2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """index, tile: of this warpgroup; visits and lead as in Multiplier; row: of this thread.
+
+    scores, p: this warp's lanes. scale: [2 slots, rows] in shared memory, after the
+    last visit the normaliser. kept:
+    [tiles]. floor: log2(lambda), +inf for a row that does not exist. state: registers [3], the
+    row's true running maximum, the maximum that its exponentials refer to, and their sum.
+    """
+
+    config: Config
+    index: int
+    tile: Tile
+    visits: Int32
+    lead: Int32
+    row: Int32
+    edges: Edges
+    scores: Int32
+    p: Int32
+    scale: cute.Tensor
+    kept: cute.Tensor
+    scale_log2: Float32
+    floor: Float32
+    state: cute.Tensor
+    element_type: Any
+
+    @cute.jit
+    def attend(self) -> Int32:
+        """All visits of the tile; returns the number of skipped blocks."""
+        self.state[0], self.state[1], self.state[2] = -Float32.inf, -Float32.inf, Float32(0.0)
+        if cutlass.const_expr(self.config.cross_p and self.index == 1):
+            # P of tile 1 stays one visit behind: its window follows the next scores of tile 0.
+            self.edges.edge("window", 1).wait(0)
+        for i in cutlass.range(self.lead, unroll=1):
+            self.pass_by(i)
+        skipped = Int32(0)
+        for i in cutlass.range(self.lead, self.visits, unroll=1):
+            skipped += 1 - Int32(self.visit(i))
+        if self.visits > 1:
+            # The slot was read: nothing else says so after the last scores.
+            self.edges.edge("o_ready", self.index).wait(self.visits - 2)
+        self.send_scale(self.normaliser(), self.visits)
+        return skipped
+
+    @cute.jit
+    def pass_by(self, i: Int32) -> None:
+        """A block that no row of this tile sees: every arrival, nothing else."""
+        self.edges.edge("s_full", self.index).wait(i)
+        self.release_scores(i)
+        self.send_scale(Float32(1.0), i)
+        self.wait_window(i)
+        self.edges.edge("p_full", self.index).arrive(i)
+
+    @cute.jit
+    def visit(self, i: Int32) -> Boolean:
+        """Returns whether the block was kept."""
+        n = self.visits - 1 - i
+        self.edges.edge("s_full", self.index).wait(i)
+        scores, largest = self.read_scores(n)
+        self.release_scores(i)
+        kept = self.vote(largest, i)
+        if kept:
+            self.send_scale(self.raise_maximum(largest), i)
+            self.exponentiate(scores, i)
+        else:
+            self.send_scale(Float32(1.0), i)
+            self.wait_window(i)
+        if cutlass.const_expr(self.config.vote):
+            self.send_vote(kept)
+        self.edges.edge("p_full", self.index).arrive(i)
+        return kept
+
+    @cute.jit
+    def read_scores(self, n: Int32) -> tuple[cute.Tensor, Float32]:
+        """Masked scores of block n, and the largest, taken while the next ones are on their way."""
+        width, tile_n = self.config.plan.read_columns, self.config.tile_n
+        scores = cute.make_rmem_tensor(tile_n, Float32)
+        parts = cute.flat_divide(scores, (width,))
+        tmem.load(parts[None, 0], self.scores)
+        largest = -Float32.inf
+        for part in cutlass.range_constexpr(tile_n // width):
+            tmem.wait_loads()
+            if cutlass.const_expr(part + 1 < tile_n // width):
+                tmem.load(parts[None, part + 1], self.scores + (part + 1) * width)
+            if n >= self.tile.n_full:
+                self.mask(parts[None, part], n * tile_n + part * width)
+            largest = row_max(parts[None, part], largest)
+        return scores, largest
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, first_key: Int32) -> None:
+        """Scores that the row does not see become -inf."""
+        reach = self.tile.seqlen_k - first_key
+        if cutlass.const_expr(self.config.causal):
+            row = self.tile.context + self.tile.row + self.row
+            reach = cutlass.min(reach, row + 1 - first_key)
+        for c in cutlass.range_constexpr(cute.size(scores)):
+            scores[c] = scores[c] if c < reach else -Float32.inf
+
+    @cute.jit
+    def release_scores(self, i: Int32) -> None:
+        """Frees the columns for the next scores, and for the other tile's P."""
+        if cutlass.const_expr(self.config.cross_p):
+            self.edges.edge("s_free", self.index).arrive(i)
+            self.edges.edge("window", 1 - self.index).arrive(i)
+
+    @cute.jit
+    def wait_window(self, i: Int32) -> None:
+        """Until the columns that take this visit's P hold nothing that is still to be read."""
+        if cutlass.const_expr(self.config.cross_p and self.index == 0):
+            self.edges.edge("window", 0).wait(i)
+        if cutlass.const_expr(self.config.cross_p and self.index == 1):
+            # No later scores of tile 0 say that the P of the visit before was read.
+            if i + 1 < self.visits:
+                self.edges.edge("window", 1).wait(i + 1)
+            elif i > 0:
+                self.edges.edge("o_full", 1).wait(i - 1)
+
+    @cute.jit
+    def send_scale(self, scale: Float32, i: Int32) -> None:
+        """To the correction warpgroup."""
+        self.scale[i % 2, self.row] = scale
+        self.edges.edge("scale", self.index).arrive(i)
+
+    @cute.jit
+    def send_vote(self, kept: Boolean) -> None:
+        """To the MMA warp, before p_full."""
+        flags = self.kept
+        if self.row == 0:
+            flags[self.index] = Int32(kept)
+
+    @cute.jit
+    def vote(self, largest: Float32, i: Int32) -> Boolean:
+        """Whether a row of the warpgroup needs the block; NaN (it has seen nothing) does not."""
+        kept = Boolean(True)
+        if cutlass.const_expr(self.config.vote):
+            veto = (largest - self.state[0]) * self.scale_log2 >= self.floor
+            barrier = self.config.vote_barriers[self.index]
+            kept = any_thread(veto | (i == self.lead), barrier, WARPGROUP)
+            # The vote of the warp tells the compiler that the branches on it are uniform.
+            kept = cute.arch.vote_any_sync(kept)
+        return kept
+
+    @cute.jit
+    def raise_maximum(self, largest: Float32) -> Float32:
+        """The factor that the old output is scaled by; 1 while the maximum rises little."""
+        state = self.state
+        state[0] = cute.arch.fmax(state[0], largest)
+        scale = Float32(1.0)
+        rise = (state[0] - state[1]) * self.scale_log2
+        if rise > self.config.lazy_log2:
+            # A row that had seen nothing has nothing to scale: 1, not exp2(-inf).
+            scale = cute.math.exp2(-rise, fastmath=True) if rise < Float32.inf else Float32(1.0)
+            state[1] = state[0]
+        state[2] *= scale
+        return scale
+
+    @cute.jit
+    def exponentiate(self, scores: cute.Tensor, i: Int32) -> None:
+        """P to its window, a quarter at a time; the row's sum."""
+        plan = self.config.plan
+        reference = self.state[1]
+        # A row that has seen nothing: exp2(-inf - 0) = 0, not NaN.
+        base = 0.0 if reference == -Float32.inf else -reference * self.scale_log2
+        quarter = self.config.tile_n // plan.quarters
+        rows = cute.flat_divide(scores, (quarter,))
+        p = cute.make_rmem_tensor((quarter, plan.quarters), self.element_type)
+        sums = (self.state[2], Float32(0.0))
+        waiting = plan.buffered[self.index]
+        for q in cutlass.range_constexpr(plan.quarters):
+            if cutlass.const_expr(q == waiting):
+                self.wait_window(i)
+                for early in cutlass.range_constexpr(waiting):
+                    tmem.store(self.p + early * quarter // 2, p[None, early])
+            sums = exp2_row(rows[None, q], self.scale_log2, base, sums)
+            p[None, q].store(rows[None, q].load().to(self.element_type))
+            if cutlass.const_expr(q >= waiting):
+                tmem.store(self.p + q * quarter // 2, p[None, q])
+        self.state[2] = sums[0] + sums[1]
+        tmem.wait_stores()
+
+    @cute.jit
+    def normaliser(self) -> Float32:
+        """1 / sum; 0 for a row that has seen nothing."""
+        total = self.state[2]
+        return 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+
+    @cute.jit
+    def lse(self) -> Float32:
+        """Natural log of the sum of all exponentials; -inf for a row that has seen nothing."""
+        log2_sum = cute.math.log2(self.state[2], fastmath=True)
+        return (self.state[1] * self.scale_log2 + log2_sum) * LN_2
+
+
+@cute.jit
+def row_max(values: cute.Tensor, start: Float32) -> Float32:
+    """The largest of the values and `start`, in two chains of three-input maxima."""
+    size = cute.size(values)
+    first, second = (
+        tmem.max3(start, values[0], values[1]),
+        tmem.max3(values[2], values[3], values[2]),
+    )
+    for c in cutlass.range_constexpr(4, size, 4):
+        first = tmem.max3(first, values[c], values[c + 1])
+        second = tmem.max3(second, values[c + 2], values[c + 3])
+    return cute.arch.fmax(first, second)
+
+
+@cute.jit
+def exp2_row(
+    row: cute.Tensor, scale: Float32, base: Float32, sums: tuple[Float32, Float32]
+) -> tuple[Float32, Float32]:
+    """row = exp2(row * scale + base) in place; sums: two partial sums, both grow."""
+    for c in cutlass.range_constexpr(0, cute.size(row), 2):
+        pair = cute.arch.fma_packed_f32x2((row[c], row[c + 1]), (scale, scale), (base, base))
+        row[c] = cute.math.exp2(pair[0], fastmath=True)
+        row[c + 1] = cute.math.exp2(pair[1], fastmath=True)
+        sums = cute.arch.add_packed_f32x2(sums, (row[c], row[c + 1]))
+    return sums
