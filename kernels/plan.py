@@ -102,6 +102,25 @@ class Plan:
         )
         return implementation(self.impl)(call, out, counters)
 
+    def rehearse(self, device: torch.device | str) -> None:
+        """Compile the kernel and run it on a page of zeros. Raises what the kernel raises."""
+        p = self.problem
+        dtype = getattr(torch, p.dtype)
+        q = torch.zeros(1, p.num_heads, p.head_dim, dtype=dtype, device=device)
+        page = torch.zeros(
+            1, p.page_size or 16, p.num_kv_heads, p.head_dim, dtype=dtype, device=device
+        )
+        ints = torch.tensor([0, 1], dtype=torch.int32).to(device)
+        self.run(
+            q,
+            PagedKV(page, page, ints[:1, None], ints[1:]),
+            ints,
+            check_batch([0, 1], [1], [0.0]),
+            skip_lambda=torch.zeros(1, device=device),
+            out=torch.empty_like(q),
+            counters=torch.zeros(p.num_kv_heads, 2, dtype=torch.int64, device=device),
+        )
+
 
 def plan(problem: Problem, impl: str, softmax_scale: float) -> Plan:
     """The plan for an implementation that `choose` has chosen for this problem."""

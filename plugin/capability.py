@@ -52,6 +52,10 @@ def engine_reasons(vllm_config: Any) -> list[str]:
         reasons.append("dual-batch overlap splits the rows of a batch")
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         reasons.append("--kv-sharing-fast-prefill drops query rows")
+    if getattr(vllm_config, "speculative_config", None) is not None and device()[0] == "cuda":
+        reasons.append(
+            "speculative decoding: a captured graph that verifies drafts may run a short prefill"
+        )
     model = vllm_config.model_config
     if getattr(model, "is_mm_prefix_lm", False):
         reasons.append("prefix-LM attention is not causal inside images")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from blasst.kernels.types import Problem
@@ -40,6 +40,7 @@ class Verdict:
     name: str
     impl: str | None
     reasons: tuple[str, ...]
+    problem: Problem | None = field(default=None, compare=False)
 
 
 def layer_reasons(facts: LayerFacts) -> list[str]:
@@ -75,7 +76,8 @@ def judge(facts: LayerFacts, engine_wide: Sequence[str], impl: str) -> Verdict:
     if facts.problem is not None:
         chosen, against = chosen_impl(facts.problem, impl)
         reasons += against
-    return Verdict(facts.name, None if reasons or chosen is None else str(chosen), tuple(reasons))
+    named = None if reasons or chosen is None else str(chosen)
+    return Verdict(facts.name, named, tuple(reasons), facts.problem)
 
 
 def judge_all(layers: Mapping[str, Any], vllm_config: Any, impl: str) -> list[Verdict]:

@@ -1,30 +1,46 @@
-"""Splits a batch into rows for vLLM's stock attention and rows that vote."""
+"""Splits a batch into rows for vLLM's stock attention and rows that vote.
+
+Lengths come from the tensors that vLLM keeps on the host, what the device needs goes there through
+pinned memory: nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from blasst.kernels.plan import Batch, Plan, check_batch
 from blasst.plugin.versions import row_fields
+
+Index = slice | torch.Tensor
+WHOLE = slice(None)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a batch. tokens: their query rows, a slice when contiguous, else an index
-    tensor. cu_seqlens_q: int32 [rows + 1]."""
+    """Some rows of a batch: slices when they are neighbours, else index tensors.
 
-    rows: torch.Tensor
-    tokens: slice | torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    num_tokens: int
+    rows, tokens: on the batch's device; host_rows: the same on the CPU. ends: int32 [rows + 1], on
+    the host: their first query rows in what `take` gives, and the end of the last.
+    """
+
+    rows: Index
+    host_rows: Index
+    tokens: Index
+    ends: np.ndarray[Any, np.dtype[np.int32]]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1] - self.ends[0])
 
     def take(self, t: torch.Tensor) -> torch.Tensor:
-        """The part's query rows: a view when they are contiguous."""
-        return t[self.tokens] if isinstance(self.tokens, slice) else t.index_select(0, self.tokens)
+        """The part's query rows: a view when they are neighbours."""
+        return _pick(t, self.tokens)
 
     def put(self, t: torch.Tensor, values: torch.Tensor) -> None:
         """Write back what was computed in the result of `take`; views need no copy."""
@@ -34,12 +50,14 @@ class Part:
 
 @dataclass(frozen=True)
 class VoteRows:
-    """Rows that vote, as prefill_attention takes them. skip_lambda: float64 [rows]."""
+    """Rows that vote, as Plan.run takes them. skip_lambda: float32 [rows], on the device."""
 
     part: Part
-    skip_lambda: torch.Tensor
+    batch: Batch
+    cu_seqlens_q: torch.Tensor
     page_table: torch.Tensor
     seqlens_k: torch.Tensor
+    skip_lambda: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -49,57 +67,142 @@ class Split:
     vote: VoteRows
     stock: tuple[Part, Any] | None
 
+    def with_block_table(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Split:
+        """The same rows over another cache group's pages."""
+        vote = replace(self.vote, page_table=_pick(block_table, self.vote.part.rows))
+        if self.stock is None:
+            return Split(vote, None)
+        rest, metadata = self.stock
+        metadata = copy.copy(metadata)
+        metadata.block_table = _pick(block_table, rest.rows)
+        metadata.slot_mapping = rest.take(slot_mapping)
+        return Split(vote, (rest, metadata))
 
-def part(rows: Sequence[int], starts: Sequence[int]) -> Part:
-    """`starts`: query start of each batch row, and the end of the last."""
-    lengths = [starts[r + 1] - starts[r] for r in rows]
-    cu = torch.zeros(len(rows) + 1, dtype=torch.int32)
-    cu[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    tokens: slice | torch.Tensor
-    if all(starts[a + 1] == starts[b] for a, b in itertools.pairwise(rows)):
-        tokens = slice(starts[rows[0]], starts[rows[-1] + 1])
-    else:
-        tokens = torch.cat([torch.arange(starts[r], starts[r + 1]) for r in rows])
-    return Part(torch.tensor(rows), tokens, cu, sum(lengths))
+
+@dataclass(frozen=True)
+class LayerVote:
+    """How an eligible layer attends, and where it counts: int64 [num_kv_heads, 2]."""
+
+    plan: Plan
+    counters: torch.Tensor
+
+
+class LambdaTable:
+    """Lambdas of a batch's voting rows at an address on the device that never changes."""
+
+    def __init__(self, max_rows: int, device: torch.device | str) -> None:
+        self._table = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self._held: list[float] = []
+
+    def load(self, values: list[float]) -> torch.Tensor:
+        """[len(values)]; copied in stream order, and only when something changed."""
+        if values != self._held:
+            self._table[: len(values)].copy_(_staged(torch.tensor(values), self._table.device))
+            self._held = list(values)
+        return self._table[: len(values)]
 
 
 def split(
-    common: Any, lambdas: Sequence[float | None], build_stock: Callable[[Any], Any]
+    common: Any,
+    lambdas: Sequence[float | None],
+    build_stock: Callable[[Any], Any],
+    table: LambdaTable,
 ) -> Split | None:
-    """Split a CPU batch. `lambdas`: of its first rows; further ones are padding. None when the
+    """Split a batch. `lambdas`: of its first rows; further ones are padding. None when the
     metadata is not that of the batch (drafts, dual batches) or not causal: all rows are stock."""
-    if common.num_reqs < len(lambdas) or common.causal is not True:
+    count = len(lambdas)
+    if common.num_reqs < count or common.causal is not True:
         return None
-    starts = common.query_start_loc_cpu.tolist()
+    starts = common.query_start_loc_cpu.numpy()[: count + 1]
     voting = [r for r, v in enumerate(lambdas) if v is not None]
-    others = [r for r, v in enumerate(lambdas) if v is None and starts[r + 1] > starts[r]]
-    chosen = part(voting, starts)
+    values = [v for v in lambdas if v is not None]
+    first, end = voting[0], voting[-1] + 1
+    neighbours = end - first == len(voting)
+    device = common.query_start_loc.device
+    if neighbours:
+        # The kernels find the rows among the others: nothing is cut out or shifted.
+        rows = slice(first, end)
+        chosen = Part(rows, rows, WHOLE, starts[first : end + 1])
+        cu_seqlens_q = common.query_start_loc[first : end + 1]
+    else:
+        chosen = _gathered(voting, starts, device)
+        cu_seqlens_q = _to_device(torch.from_numpy(chosen.ends), device)
     vote = VoteRows(
         part=chosen,
-        skip_lambda=torch.tensor([lambdas[r] for r in voting], dtype=torch.float64),
-        page_table=common.block_table_tensor[chosen.rows],
-        seqlens_k=common.seq_lens[chosen.rows],
+        batch=check_batch(chosen.ends.tolist(), _keys(common, chosen.host_rows), values),
+        cu_seqlens_q=cu_seqlens_q,
+        page_table=_pick(common.block_table_tensor, chosen.rows),
+        seqlens_k=_pick(common.seq_lens, chosen.rows),
+        skip_lambda=table.load(values),
     )
-    if not others:
+    if chosen.num_tokens == starts[-1]:
         return Split(vote, None)
-    rest = part(others, starts)
+    if neighbours and starts[end] == starts[-1]:
+        rest = _slice(0, first, starts)
+    elif neighbours and starts[first] == 0:
+        rest = _slice(end, count, starts)
+    else:
+        rest = _gathered([r for r, v in enumerate(lambdas) if v is None], starts, device)
     return Split(vote, (rest, build_stock(sub_batch(common, rest))))
 
 
 def sub_batch(common: Any, rest: Part) -> Any:
     """vLLM's common metadata for some rows of a batch alone."""
-    lengths = rest.cu_seqlens_q.diff()
-    seq_lens = common.seq_lens[rest.rows]
-    fields = row_fields(common, rest.rows)
+    ends = torch.from_numpy(rest.ends)
+    device = common.query_start_loc.device
+    if isinstance(rest.rows, slice) and rest.rows.start == 0:
+        cu_seqlens_q = common.query_start_loc[: rest.rows.stop + 1]
+    else:
+        cu_seqlens_q = _to_device(ends, device)
     return common.replace(
-        query_start_loc=rest.cu_seqlens_q,
-        query_start_loc_cpu=rest.cu_seqlens_q,
-        seq_lens=seq_lens,
-        num_reqs=len(rest.rows),
+        query_start_loc=cu_seqlens_q,
+        query_start_loc_cpu=ends,
+        seq_lens=_pick(common.seq_lens, rest.rows),
+        num_reqs=len(rest.ends) - 1,
         num_actual_tokens=rest.num_tokens,
-        max_query_len=int(lengths.max()),
-        max_seq_len=int(seq_lens.max()),
-        block_table_tensor=common.block_table_tensor[rest.rows],
+        max_query_len=int(np.diff(rest.ends).max()),
+        max_seq_len=max(_keys(common, rest.host_rows)),
+        block_table_tensor=_pick(common.block_table_tensor, rest.rows),
         slot_mapping=rest.take(common.slot_mapping),
-        **fields,
+        **row_fields(common, rest.rows, rest.host_rows),
     )
+
+
+def _slice(first: int, end: int, starts: np.ndarray[Any, np.dtype[np.int32]]) -> Part:
+    rows, tokens = slice(first, end), slice(int(starts[first]), int(starts[end]))
+    return Part(rows, rows, tokens, starts[first : end + 1] - starts[first])
+
+
+def _gathered(
+    rows: list[int], starts: np.ndarray[Any, np.dtype[np.int32]], device: torch.device
+) -> Part:
+    """Rows that others stand between: they are copied out, and back."""
+    ends = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([starts[r + 1] - starts[r] for r in rows], out=ends[1:])
+    tokens = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in rows])
+    host_rows = torch.tensor(rows)
+    return Part(_to_device(host_rows, device), host_rows, _to_device(tokens, device), ends)
+
+
+def _keys(common: Any, host_rows: Index) -> list[int]:
+    """Keys of these rows. On a GPU from vLLM's own bound, which is exact for prefill rows."""
+    source = common.seq_lens
+    if source.device.type != "cpu":
+        source = common.seq_lens_cpu_upper_bound
+    keys: list[int] = source[host_rows].tolist()
+    return keys
+
+
+def _pick(t: torch.Tensor, index: Index) -> torch.Tensor:
+    if index is WHOLE:
+        return t
+    return t[index] if isinstance(index, slice) else t.index_select(0, index)
+
+
+def _staged(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Where a copy to `device` need not wait: torch keeps the pinned block until it is done."""
+    return t.pin_memory() if device.type == "cuda" else t
+
+
+def _to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return _staged(t, device).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """One worker of an engine: its counters, its statistics page, and what each request was promised.
 
 A daemon thread writes the page when something changed, so the last step's numbers appear although
-no further step comes; the steps themselves only add to integers.
+no further step comes; a step itself adds to integers and starts a copy of what it skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing.util
 import os
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from blasst.plugin.stamp import read_stamp
 
 _WARM_UP = "_v2_"
 """Requests that vLLM makes up for its own warm-up have ids that begin so."""
+
+_LAST_COPY_S = 1.0
+"""How long the end of the worker waits for the last numbers."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,10 @@ class Rank:
         self._step: dict[str, int] = {}
         self._lambdas: dict[str, float] = {}
         self._unstamped_seen = False
-        self._steps = 0
+        self._voted = False
+        self._ended = 0, dict(self.counts)  # copies of the tiles that were begun, and the counts
         self._page = _open_page(folder, shape)
-        self._written = -1
+        self._written: object = None
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._writing = threading.Lock()
@@ -95,51 +100,62 @@ class Rank:
         one that verifies draft tokens.
         """
         counts = self._step = dict.fromkeys(RANK_COUNTERS, 0)
-        total = sum(tokens[r] for r in req_ids)
+        self._voted = False
+        total = sum(map(tokens.__getitem__, req_ids))
         if total == len(req_ids):
-            counts["decode_tokens"] += total
+            counts["decode_tokens"] = total
             return None
-        lambdas: list[float | None] = []
-        votes = False
-        for req_id in req_ids:
+        lambdas: list[float | None] = [None] * len(req_ids)
+        prefills = 0
+        for row, req_id in enumerate(req_ids):
             n = tokens[req_id]
-            skip_lambda = None
             if n == 1 or req_id in drafts:
-                counts["decode_tokens"] += n
-            else:
-                skip_lambda = self._lambdas.get(req_id)
-                path = "dense" if skip_lambda is None else "vote"
-                counts[f"prefill_tokens_{path}"] += n
-                counts[f"prefill_requests_{path}"] += 1
-                votes |= skip_lambda is not None
-            lambdas.append(skip_lambda)
-        return lambdas if votes else None
+                continue
+            lambdas[row] = skip_lambda = self._lambdas.get(req_id)
+            path = "dense" if skip_lambda is None else "vote"
+            counts[f"prefill_tokens_{path}"] += n
+            counts[f"prefill_requests_{path}"] += 1
+            prefills += n
+        counts["decode_tokens"] = total - prefills
+        self._voted = counts["prefill_requests_vote"] > 0
+        return lambdas if self._voted else None
 
     def end_step(self) -> None:
-        """Count the step of the last `rows`: only now are its tiles complete."""
+        """Count the step of the last `rows`: all of its attention is behind us in the stream."""
         for name, number in self._step.items():
             self.counts[name] += number
-        self._step = {}
-        self._steps += 1
+        copies, counts = self._ended[0] + self._voted, dict(self.counts)
+        if self._voted:
+            self.counters.start_copy(counts)
+        self._step, self._voted = {}, False
+        self._ended = copies, counts
 
-    def flush(self) -> None:
-        """Write the page if a step ended since it was written.
+    def flush(self) -> bool:
+        """Write the page if there is something new; False: a copy of the tiles is under way.
 
-        Tokens are read before tiles: a page never shows tokens whose tiles are still to come.
+        A page never shows tokens whose tiles are still to come: it shows the counts that belong to
+        the newest copy of the tiles that has arrived.
         """
         with self._writing:
-            steps = self._steps
-            if self._page is None or steps == self._written:
-                return
-            counts = dict(self.counts)
-            tiles = self.counters.snapshot()
-            self._page.update(tiles=tiles.numpy().tobytes(), **counts)
-            self._written = steps
+            ended = self._ended
+            if self._page is None or ended is self._written:
+                return True
+            copies, counts = ended
+            number, tiles, noted = self.counters.newest_copy()
+            if number < copies:
+                counts = noted
+            if number or not copies:
+                self._page.update(tiles=tiles.numpy().tobytes(), **counts)
+            if number >= copies:
+                self._written = ended
+            return number >= copies
 
     def close(self) -> None:
         """Write the last numbers and stop. The page stays: its counts still hold."""
         self._stop.set()
-        self.flush()
+        end = time.monotonic() + _LAST_COPY_S
+        while not self.flush() and time.monotonic() < end:
+            time.sleep(0.01)
         with self._writing:
             page, self._page = self._page, None
         if page is not None:

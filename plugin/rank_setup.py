@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from blasst.kernels.errors import BlasstError
+from blasst.kernels.plan import Plan, plan
 from blasst.plugin.eligibility import Verdict, judge_all, table
 from blasst.plugin.log import logger
+from blasst.plugin.metadata import LayerVote
 from blasst.plugin.rank import Rank, RankShape
-from blasst.plugin.settings import STRICT, Settings
+from blasst.plugin.settings import IMPL, STRICT, Settings
 
 
 class NotEligibleError(RuntimeError):
     """A layer cannot skip, and VLLM_BLASST_STRICT=1 forbids to run it dense."""
+
+
+class KernelError(RuntimeError):
+    """The kernel that was chosen does not run here; the message says what to do."""
 
 
 def set_up_rank(vllm_config: Any, device: Any, known: Rank | None) -> Rank:
@@ -35,10 +46,34 @@ def set_up_rank(vllm_config: Any, device: Any, known: Rank | None) -> Rank:
         keeps_page=settings.state_dir is not None,
     )
     for verdict in verdicts:
-        if verdict.impl is not None:
+        if verdict.impl is not None and verdict.problem is not None:
             at = indices[verdict.name] - rank.shape.first_layer
-            layers[verdict.name].impl.blasst = (verdict.impl, rank.counters.layer(at))
+            layer = layers[verdict.name].impl
+            how = plan(verdict.problem, verdict.impl, float(layer.scale))
+            layer.blasst = LayerVote(how, rank.counters.layer(at))
+            if known is None:
+                _try_out(how, device)
     return rank
+
+
+@functools.cache
+def _try_out(how: Plan, device: Any) -> None:
+    """Compiles and runs the kernel once, so that no request has to wait for it or fails in it."""
+    if torch.device(device).type == "cpu":
+        return
+    started = time.perf_counter()
+    try:
+        how.rehearse(device)
+        torch.accelerator.synchronize(device)
+    except (BlasstError, RuntimeError, ImportError) as e:
+        raise KernelError(
+            f"the {how.impl} kernel does not run for head_dim {how.problem.head_dim}, "
+            f"{how.problem.dtype}, pages of {how.problem.page_size}: {e}; set {IMPL}=triton, or "
+            "choose another --attention-backend"
+        ) from e
+    logger.info(
+        "blasst: the %s kernel is ready after %.1f s", how.impl, time.perf_counter() - started
+    )
 
 
 def layer_indices(names: Sequence[str]) -> dict[str, int]:

@@ -29,24 +29,29 @@ def cpu_isa(layer: Any, impl: Any) -> str:
     return str(getattr(layer, "isa", None) or getattr(impl, "isa", "") or "")
 
 
-# Per-row tensors of CommonAttentionMetadata besides the ones that a sub-batch always replaces;
+# Per-row arrays of CommonAttentionMetadata besides the ones that a sub-batch always replaces;
 # the two private ones exist up to vLLM 0.29, the others come and go.
 _ROW_TENSORS: Sequence[str] = (
     "_seq_lens_cpu",
     "_num_computed_tokens_cpu",
     "seq_lens_cpu_upper_bound",
     "is_prefilling",
+    "req_idx",
 )
 _CACHES: Sequence[str] = ("_num_computed_tokens_cache", "_token_to_req_indices_cache", "positions")
 
 
-def row_fields(common: Any, rows: Any) -> dict[str, Any]:
-    """Field values of `common` for these rows only: what this release has of the per-row fields."""
+def row_fields(common: Any, rows: Any, host_rows: Any) -> dict[str, Any]:
+    """Field values of `common` for these rows only: what this release has of the per-row fields.
+
+    rows: slice or index tensor on the batch's device, host_rows: the same on the CPU.
+    """
     fields: dict[str, Any] = {}
     for name in _ROW_TENSORS:
         value = getattr(common, name, None)
-        if value is not None:
-            fields[name] = value[rows]
+        if value is not None:  # a tensor on the device or the host, or a numpy array
+            on_device = getattr(value, "device", None) == common.seq_lens.device
+            fields[name] = value[rows if on_device else host_rows]
     fields |= {name: None for name in _CACHES if hasattr(common, name)}
     return fields
 

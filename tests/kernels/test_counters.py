@@ -26,7 +26,9 @@ def test_counters_per_layer_reach_a_statistics_page(tmp_path: Path) -> None:
         blasst.kernels.prefill_attention(
             d.q, d.kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda, counters=counters.layer(1)
         )
-    snapshot = counters.snapshot()
+    counters.start_copy({"steps": 2})
+    number, snapshot, note = counters.newest_copy()
+    assert (number, note) == (1, {"steps": 2})
     assert torch.equal(snapshot[1], 2 * d.counts(2))
     assert snapshot[1, :, 1].min() > 0
     assert snapshot[0].sum() == snapshot[2].sum() == 0
@@ -42,17 +44,37 @@ def test_layers_are_views_at_a_stable_address() -> None:
     counters = SkipCounters(2, 3, "cpu")
     assert counters.layer(1).data_ptr() == counters.layer(1).data_ptr()
     counters.layer(1)[2, 0] = 9
-    assert counters.snapshot()[1, 2].tolist() == [9, 0]
+    assert counters.newest_copy()[0] == 0
+    counters.start_copy({})
+    assert counters.newest_copy()[1][1, 2].tolist() == [9, 0]
+
+
+def test_a_copy_that_has_not_arrived_is_not_shown() -> None:
+    counters = SkipCounters(1, 1, "cpu")
+    for step in range(1, 30):
+        counters.layer(0).add_(1)
+        counters.start_copy({"step": step})
+    assert counters.newest_copy()[0] == 29
+    for number in (29, 28):
+        counters._slots[number % 8].arrived.fill_(number - 8)  # still what came before
+    number, tiles, note = counters.newest_copy()
+    assert (number, note, tiles.tolist()) == (27, {"step": 27}, [[[27, 27]]])
+    for slot in counters._slots:
+        slot.arrived.zero_()
+    assert counters.newest_copy()[0] == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_gpu_snapshots_lag_but_never_wait() -> None:
+def test_gpu_copies_lag_but_never_wait() -> None:
     counters = SkipCounters(2, 2, "cuda")
+    torch.cuda._sleep(100_000_000)
     counters.layer(0).add_(4)
-    assert counters.snapshot().device.type == "cpu"
+    counters.start_copy({})
+    assert counters.newest_copy()[0] == 0
     torch.cuda.synchronize()
-    assert counters.snapshot()[0].sum() == 16
+    number, tiles, _ = counters.newest_copy()
+    assert (number, tiles[0].sum()) == (1, 16)
 
 
 BLOCKED = """

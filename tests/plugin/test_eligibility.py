@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from blasst.kernels.types import Problem
+from blasst.plugin import capability
 from blasst.plugin.capability import chosen_impl, engine_reasons
 from blasst.plugin.eligibility import LayerFacts, Verdict, judge, layer_reasons, table
 from blasst.plugin.rank_setup import layer_indices
@@ -52,7 +53,8 @@ def test_each_reason_is_told(changes: dict[str, Any], reason: str) -> None:
     [
         ({"head_dim": 96}, "head_dim 96"),
         ({"dtype": "float64"}, "dtype float64"),
-        ({"device_type": "cuda", "capability": (9, 0)}, "hopper kernel is not built"),
+        ({"device_type": "cuda", "capability": (7, 5)}, "hopper: the GPU has compute capability"),
+        ({"device_type": "cuda", "capability": (9, 0)}, "hopper: dtype float32"),
     ],
 )
 def test_the_kernels_own_limits_are_told(changes: dict[str, Any], reason: str) -> None:
@@ -65,6 +67,16 @@ def test_only_implementations_of_the_device_are_named() -> None:
     assert all(reason.startswith("cpu: ") for reason in on_cpu)
     on_gpu = dataclasses.replace(PROBLEM, device_type="cuda", capability=(9, 0))
     assert not any(reason.startswith("cpu: ") for reason in chosen_impl(on_gpu, "auto")[1])
+
+
+def test_speculative_decoding_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine()
+    config.speculative_config = object()
+    monkeypatch.setattr(capability, "device", lambda: ("cpu", None))
+    assert engine_reasons(config) == []
+    monkeypatch.setattr(capability, "device", lambda: ("cuda", (9, 0)))
+    (reason,) = engine_reasons(config)
+    assert reason.startswith("speculative decoding")
 
 
 def engine(**changes: Any) -> Any:

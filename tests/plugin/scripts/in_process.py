@@ -64,29 +64,30 @@ def mixed(llm: Any, given: Any) -> dict[str, Any]:
     """Voting and dense requests in one batch; what the oracle says of the very tensors."""
     import torch
 
+    from blasst.kernels.plan import Plan
     from blasst.kernels.reference import reference_attention
-    from blasst.plugin import cpu_backend
 
-    real = cpu_backend.prefill_attention
+    real = Plan.run
     calls: list[dict[str, Any]] = []
 
-    def record(q: Any, kv: Any, cu: Any, **options: Any) -> Any:
-        got = real(q, kv, cu, **options)
+    def record(self: Plan, q: Any, kv: Any, cu: Any, batch: Any, **options: Any) -> Any:
+        got = real(self, q, kv, cu, batch, **options)
+        mine = slice(*cu[[0, -1]].tolist())
         oracle = reference_attention(
-            q, kv, cu, spec=options["spec"], skip_lambda=options["skip_lambda"]
+            q[mine], kv, cu - cu[0], spec=self.spec, skip_lambda=options["skip_lambda"]
         )
         calls.append(
             {
                 "counts": oracle.counts(kv.k.shape[2]).tolist(),
                 "margin": oracle.smallest_margin,
-                "error": float((got[0].double() - oracle.out).abs().max()),
+                "error": float((options["out"][mine].double() - oracle.out).abs().max()),
                 "lambdas": options["skip_lambda"].tolist(),
             }
         )
         return got
 
     before = totals()
-    cpu_backend.prefill_attention = record
+    Plan.run = record
     try:
         wanted = [
             params(blasst_mag=MAG),
@@ -97,7 +98,7 @@ def mixed(llm: Any, given: Any) -> dict[str, Any]:
         ]
         mixed_tokens = tokens(outputs(llm, given, wanted))
     finally:
-        cpu_backend.prefill_attention = real
+        Plan.run = real
     predicted = torch.zeros(2, 2, 2, dtype=torch.int64)
     for i, call in enumerate(calls):
         predicted[i % 2] += torch.tensor(call["counts"])  # layer by layer

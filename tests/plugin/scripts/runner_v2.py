@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import cuda_forward
 from common import finish
 
 
@@ -75,6 +76,7 @@ def main() -> None:
             "sets_up": "initialize_kv_cache" in vars(runner_class),
             "counts": runner._blasst_rank.counts,
             "cuda": cuda_backend(),
+            "forward": cuda_forward.results(),
         }
     )
 
