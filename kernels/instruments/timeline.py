@@ -77,7 +77,8 @@ class Timeline:
     ns_per_unit: float = 1.0
 
     def __post_init__(self) -> None:
-        unknown = {e.lane for e in (*self.spans, *self.marks)} - set(self.lanes)
+        used = {s.lane for s in self.spans} | {m.lane for m in self.marks}
+        unknown = used - set(self.lanes)
         if unknown:
             raise ValueError(f"lane {min(unknown)!r} is not one of {', '.join(self.lanes)}")
 

@@ -1,6 +1,7 @@
 """Prefill attention in Triton: one program computes TILE_M rows of one q head of one request.
 
-The tile is the group that votes. Scores are in log2 units: multiplied by softmax_scale * log2(e).
+The tile is the group that votes. Maxima are of unscaled scores; scale_log2 = softmax_scale *
+log2(e) > 0.
 """
 
 from __future__ import annotations
@@ -32,51 +33,72 @@ def _block_pointers(n, keys, PAGE: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
+def _load(at, exists, MASK: tl.constexpr):
+    return tl.load(at, mask=exists, other=0.0) if MASK else tl.load(at)
+
+
+@triton.jit
+def _visible_bits(Bits, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """bool [TILE_M, TILE_N] of a partial block; all of it when tile < 0."""
+    WORDS: tl.constexpr = TILE_N // 32
+    m, n = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    at = Bits + (tile.to(tl.int64) * TILE_M + m)[:, None] * WORDS + (n // 32)[None, :]
+    words = tl.load(at, mask=(m >= 0)[:, None] & (tile >= 0), other=-1)
+    return ((words >> (n % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _vote(block_max, row_max, vote, scale_log2):
+    """Whether a row of the tile needs the block.
+
+    A row that has seen nothing and sees nothing is NaN here: no veto. The first visited block is
+    kept because one of its rows has seen nothing yet and sees something.
+    """
+    row_exists, log2_lambda = vote
+    veto = row_exists & ((block_max - row_max) * scale_log2 >= log2_lambda)
+    return tl.max(veto.to(tl.int32), 0) > 0
+
+
+@triton.jit
 def _visit_block(
-    state,
-    q,
-    n,
-    keys,
-    reach,
-    vote,
-    scale_log2,
-    MASK: tl.constexpr,
-    VOTE: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+    state, q, n, keys, reach, vote, scale_log2, mask,
+    MASK: tl.constexpr, VOTE: tl.constexpr, PAGE: tl.constexpr, V_AHEAD: tl.constexpr,
+    LISTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """MASK: the block may hold keys that not every row sees. mask: (bits, tile, first visit)."""
     acc, row_sum, row_max, skipped = state
     d = tl.arange(0, HEAD_DIM)
     at_k, at_v, key, exists = _block_pointers(n, keys, PAGE, TILE_N)
     at_k = at_k[None, :] + d[:, None] * keys[5][3]
     at_v = at_v[:, None] + d[None, :] * keys[6][3]
-    if MASK:
-        k = tl.load(at_k, mask=exists[None, :], other=0.0)
-        v = tl.load(at_v, mask=exists[:, None], other=0.0)
-    else:
-        k = tl.load(at_k)
-        v = tl.load(at_v)
+    k = _load(at_k, exists[None, :], MASK)
+    if V_AHEAD:
+        # Outside the branch it is part of the loop's pipeline, like the keys.
+        v = _load(at_v, exists[:, None], MASK)
     # S = Q @ K.T
-    s = tl.dot(q, k) * scale_log2
+    s = tl.dot(q, k)
     if MASK:
-        s = tl.where(key[None, :] < reach[:, None], s, float("-inf"))
+        visible = key[None, :] < reach[:, None]
+        if LISTS:
+            visible = visible & _visible_bits(mask[0], mask[1], TILE_M, TILE_N)
+        s = tl.where(visible, s, float("-inf"))
     block_max = tl.max(s, 1)
     keep = True
     if VOTE:
-        row_exists, log2_lambda = vote
-        # A row that has seen nothing and sees nothing is NaN here: no veto. The first visited
-        # block is kept because one of its rows has seen nothing yet and sees something.
-        veto = row_exists & (block_max - row_max >= log2_lambda)
-        keep = tl.max(veto.to(tl.int32), 0) > 0
+        keep = _vote(block_max, row_max, vote, scale_log2)
+        if LISTS:
+            # Nothing may be visible in a first block that a list names.
+            keep = keep | mask[2]
         skipped += tl.where(keep, 0, 1)
     if keep:
         new_max = tl.maximum(row_max, block_max)
-        base = new_max
+        base = new_max * scale_log2
         if MASK:
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.math.exp2(s - base[:, None])
-        rescale = tl.math.exp2(row_max - base)
+            base = tl.where(new_max == float("-inf"), 0.0, base)
+        if not V_AHEAD:
+            v = _load(at_v, exists[:, None], MASK)
+        p = tl.math.exp2(s * scale_log2 - base[:, None])
+        rescale = tl.math.exp2(row_max * scale_log2 - base)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         # O += P @ V
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
@@ -96,21 +118,27 @@ def prefill_kernel(
     PageTable,
     SkipLambda,
     Counters,
+    Lists,  # LISTS: (counts, blocks, tiles, bits, m_blocks, n_blocks), as lists.BlockLists
     scale_log2,
+    num_kv_heads,
     strides,  # q: (row, head, element); k, v: (page, row, head, element); out, lse, table
     CAUSAL: tl.constexpr,
     VOTE: tl.constexpr,
     COUNT: tl.constexpr,
     PAGE: tl.constexpr,  # 0 = ragged keys
-    GROUP: tl.constexpr,
+    LISTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    V_AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     stride_q, stride_k, stride_v, stride_out, stride_lse, stride_table = strides
-    # The longest tiles of a causal prompt start first; the heads of a group share keys in cache.
-    head, m, request = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
-    kv_head = head // GROUP
+    # The heads of a group run side by side: they read the same keys. The longest tiles of a
+    # causal prompt start first.
+    m = tl.num_programs(1) - 1 - tl.program_id(1)
+    kv_head, request = tl.program_id(2) % num_kv_heads, tl.program_id(2) // num_kv_heads
+    head = kv_head * tl.num_programs(0) + tl.program_id(0)
     q_start = tl.load(CuSeqlensQ + request)
     seqlen_q = tl.load(CuSeqlensQ + request + 1) - q_start
     if m * TILE_M >= seqlen_q:
@@ -159,19 +187,31 @@ def prefill_kernel(
     row_sum = tl.zeros([TILE_M], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     skipped = tl.zeros([], tl.int32)
-    for i in tl.range(0, n_blocks - n_full):
-        acc, row_sum, row_max, skipped = _visit_block(
-            (acc, row_sum, row_max, skipped), q, n_blocks - 1 - i, keys, reach, vote,
-            scale_log2, True, VOTE, PAGE, TILE_N, HEAD_DIM,
-        )  # fmt: skip
-    for i in tl.range(0, n_full):
-        acc, row_sum, row_max, skipped = _visit_block(
-            (acc, row_sum, row_max, skipped), q, n_full - 1 - i, keys, reach, vote,
-            scale_log2, False, VOTE, PAGE, TILE_N, HEAD_DIM,
-        )  # fmt: skip
+    if LISTS:
+        counts, blocks, tiles, bits, m_blocks, max_blocks = Lists
+        at = (request * num_kv_heads * tl.num_programs(0) + head).to(tl.int64) * m_blocks + m
+        n_blocks = tl.load(counts + at)
+        for i in tl.range(0, n_blocks):
+            n = tl.load(blocks + at * max_blocks + i)
+            mask = (bits, tl.load(tiles + at * max_blocks + i), i == 0)
+            acc, row_sum, row_max, skipped = _visit_block(
+                (acc, row_sum, row_max, skipped), q, n, keys, reach, vote, scale_log2, mask,
+                True, VOTE, PAGE, False, True, TILE_M, TILE_N, HEAD_DIM,
+            )  # fmt: skip
+    else:
+        for i in tl.range(0, n_blocks - n_full, num_stages=1):
+            acc, row_sum, row_max, skipped = _visit_block(
+                (acc, row_sum, row_max, skipped), q, n_blocks - 1 - i, keys, reach, vote,
+                scale_log2, (), True, VOTE, PAGE, False, False, TILE_M, TILE_N, HEAD_DIM,
+            )  # fmt: skip
+        for i in tl.range(0, n_full, num_stages=STAGES):
+            acc, row_sum, row_max, skipped = _visit_block(
+                (acc, row_sum, row_max, skipped), q, n_full - 1 - i, keys, reach, vote,
+                scale_log2, (), False, VOTE, PAGE, V_AHEAD, False, TILE_M, TILE_N, HEAD_DIM,
+            )  # fmt: skip
 
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # a row that saw nothing: 0
-    lse = (row_max + _log2_or_ninf(row_sum)) * 0.6931471805599453
+    lse = (row_max * scale_log2 + _log2_or_ninf(row_sum)) * 0.6931471805599453
     at_out = Out + at_row * stride_out[0] + head * stride_out[1]
     tl.store(
         at_out[:, None] + d[None, :] * stride_out[2],
