@@ -41,7 +41,8 @@ class Cell:
 class Results:
     """Cells of one server: the full grid of points x tasks x lengths, holes included.
 
-    layer_rates: (threshold key, length) -> layer -> skip rate. others: samples in the file that
+    accuracy: the records that hold an answer. layer_rates: (threshold key, length) -> layer -> skip
+    rate. others: samples in the file that
     belong to another server, model or setting and are left out.
     """
 
@@ -52,6 +53,7 @@ class Results:
     layer_rates: dict[tuple[str, int], dict[int, float]]
     plan: Record
     others: int
+    accuracy: tuple[Record, ...]
 
     def cell(self, point: Point, task: str, length: int) -> Cell:
         wanted = (key_of(point), task, length)
@@ -100,12 +102,16 @@ def _collect(records: Sequence[Record]) -> Results:
         layer_rates=_layer_rates(ours),
         plan=plan,
         others=len(samples) - len(ours),
+        accuracy=tuple(r for r in ours if r["pass"] != "ttft"),
     )
 
 
 def _cell(point: Point, task: str, length: int, records: list[Record]) -> Cell:
-    def mean(name: str) -> float:
-        return statistics.fmean(float(r[name]) for r in records) if records else math.nan
+    answered = [r for r in records if r["pass"] != "ttft"]
+    timed = [float(r["ttft_s"]) for r in records if r["pass"] != "accuracy"]
+
+    def mean(name: str, among: list[Record]) -> float:
+        return statistics.fmean(float(r[name]) for r in among) if among else math.nan
 
     visited = sum(r["visited"] for r in records)
     skipped = sum(r["skipped"] for r in records)
@@ -113,11 +119,11 @@ def _cell(point: Point, task: str, length: int, records: list[Record]) -> Cell:
         point=point,
         task=task,
         length=length,
-        samples=len(records),
-        prompt_tokens=mean("prompt_tokens"),
-        score=task_score([r["match"] for r in records]),
-        gold_nll=mean("gold_nll"),
-        ttft_s=statistics.median(float(r["ttft_s"]) for r in records) if records else math.nan,
+        samples=len(answered) or len(timed),
+        prompt_tokens=mean("prompt_tokens", records),
+        score=task_score([r["match"] for r in answered]),
+        gold_nll=mean("gold_nll", answered),
+        ttft_s=statistics.median(timed) if timed else math.nan,
         skip_rate=skipped / visited if visited else math.nan,
     )
 

@@ -43,6 +43,50 @@ class Generation:
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
+    tokens: tuple[str, ...] = ()
+    """Of the answer, where they were asked for and the server gives them: `token_id:N`."""
+
+
+class AnswerStream:
+    """Puts one streamed answer together; `take` each event with the clock of its arrival."""
+
+    def __init__(self, url: str, sent_tokens: int, start: float) -> None:
+        self._url, self._sent, self._start = url, sent_tokens, start
+        self._parts: list[str] = []
+        self._tokens: list[str] = []
+        self._ttft: float | None = None
+        self._finish = ""
+        self._usage: Mapping[str, Any] = {}
+
+    def take(self, event: Mapping[str, Any], now: float) -> None:
+        self._usage = event.get("usage") or self._usage
+        for choice in event.get("choices", ()):
+            text, ended = choice.get("text") or "", choice.get("finish_reason") or ""
+            if self._ttft is None and (text or ended):
+                self._ttft = now - self._start
+            self._parts.append(text)
+            self._tokens += (choice.get("logprobs") or {}).get("tokens") or ()
+            self._finish = ended or self._finish
+
+    def answer(self, now: float) -> Generation:
+        """Raises ServerError when the stream ended early or the prompt was not read as sent."""
+        if self._ttft is None or not self._finish:
+            raise ServerError(f"the stream from {self._url} ended before the answer did")
+        prompt_tokens = int(self._usage.get("prompt_tokens", self._sent))
+        if prompt_tokens != self._sent:
+            raise ServerError(
+                f"the server counted {prompt_tokens} prompt tokens of {self._sent} sent: it adds "
+                "or cuts tokens"
+            )
+        return Generation(
+            text="".join(self._parts),
+            ttft_s=self._ttft,
+            total_s=now - self._start,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=int(self._usage.get("completion_tokens", 0)),
+            finish_reason=self._finish,
+            tokens=tuple(self._tokens),
+        )
 
 
 class Completions:
@@ -52,7 +96,8 @@ class Completions:
         import httpx
 
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.timeout_s = timeout_s
+        self.headers = headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             self._http = httpx.Client(
                 base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False
@@ -67,7 +112,7 @@ class Completions:
 
     def model(self, name: str | None = None) -> ServedModel:
         """The served model; `name` must be among those served. Raises InputError if it is not."""
-        with self._errors():
+        with self.errors():
             response = self._http.get("/v1/models")
             served = self._json(response)["data"]
         found = next((m for m in served if name in (None, m["id"])), None)
@@ -83,7 +128,7 @@ class Completions:
         )
 
     def _version(self) -> str:
-        with self._errors():
+        with self.errors():
             response = self._http.get("/version")
         try:
             return str(response.json()["version"]) if response.status_code == 200 else ""
@@ -92,7 +137,7 @@ class Completions:
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str | None:
         """What the server's own tokenizer makes of ids; None where it has no such endpoint."""
-        with self._errors():
+        with self.errors():
             response = self._http.post("/detokenize", json={"model": model, "tokens": list(ids)})
             if response.status_code in (404, 405):
                 return None
@@ -102,42 +147,17 @@ class Completions:
         self, model: str, prompt: Sequence[int], max_tokens: int, xargs: XArgs | None = None
     ) -> Generation:
         """Greedy text that continues the prompt; TTFT is taken from the stream."""
-        body = self._body(model, prompt, max_tokens, xargs)
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        parts: list[str] = []
-        ttft, finish = None, ""
-        usage: Mapping[str, Any] = {}
-        with self._errors():
-            start = time.perf_counter()
+        body = streamed(request_body(model, prompt, max_tokens, xargs))
+        with self.errors():
+            stream = AnswerStream(self.url, len(prompt), time.perf_counter())
             with self._http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                self._check(response)
-                for event in _events(response):
-                    usage = event.get("usage") or usage
-                    for choice in event.get("choices", ()):
-                        text, ended = choice.get("text") or "", choice.get("finish_reason") or ""
-                        if ttft is None and (text or ended):
-                            ttft = time.perf_counter() - start
-                        parts.append(text)
-                        finish = ended or finish
-            total = time.perf_counter() - start
-        if ttft is None or not finish:
-            raise ServerError(f"the stream from {self.url} ended before the answer did")
-        prompt_tokens = int(usage.get("prompt_tokens", len(prompt)))
-        if prompt_tokens != len(prompt):
-            raise ServerError(
-                f"the server counted {prompt_tokens} prompt tokens of {len(prompt)} sent: it adds "
-                "or cuts tokens"
-            )
-        return Generation(
-            text="".join(parts),
-            ttft_s=ttft,
-            total_s=total,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=int(usage.get("completion_tokens", 0)),
-            finish_reason=finish,
-        )
+                self.check(response)
+                for line in response.iter_lines():
+                    if (event := event_of(line)) is not None:
+                        stream.take(event, time.perf_counter())
+            return stream.answer(time.perf_counter())
 
     def gold_nll(
         self, model: str, prompt: Sequence[int], gold: Sequence[int], xargs: XArgs | None = None
@@ -146,27 +166,14 @@ class Completions:
 
         The gold tokens are then part of the prefill, so they run under the threshold as well.
         """
-        body = self._body(model, [*prompt, *gold], 1, xargs)
-        with self._errors():
-            response = self._http.post("/v1/completions", json=body | {"prompt_logprobs": 0})
+        body = scored(request_body(model, [*prompt, *gold], 1, xargs))
+        with self.errors():
+            response = self._http.post("/v1/completions", json=body)
             choice = self._json(response)["choices"][0]
         return gold_nll(choice.get("prompt_logprobs"), len(prompt), gold)
 
-    @staticmethod
-    def _body(
-        model: str, prompt: Sequence[int], max_tokens: int, xargs: XArgs | None
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "cache_salt": uuid.uuid4().hex,
-        }
-        return body | {"vllm_xargs": dict(xargs)} if xargs else body
-
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def errors(self) -> Iterator[None]:
         import httpx
 
         try:
@@ -187,10 +194,10 @@ class Completions:
             ) from e
 
     def _json(self, response: httpx.Response) -> Any:
-        self._check(response)
+        self.check(response)
         return response.json()
 
-    def _check(self, response: httpx.Response) -> None:
+    def check(self, response: httpx.Response) -> None:
         if response.status_code == 200:
             return
         raise ServerError(f"{self.url} refused: HTTP {response.status_code}: {_reason(response)}")
@@ -207,15 +214,38 @@ def _reason(response: httpx.Response) -> str:
     return " ".join(str(text).split())[:400]
 
 
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event up to [DONE]."""
-    for line in response.iter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        event = json.loads(data)
-        if "error" in event:
-            raise ServerError(f"the server failed in the middle of an answer: {event['error']}")
-        yield event
+def request_body(
+    model: str, prompt: Sequence[int], max_tokens: int, xargs: XArgs | None = None
+) -> dict[str, Any]:
+    """Greedy, with a cache salt of its own."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "cache_salt": uuid.uuid4().hex,
+    }
+    return body | {"vllm_xargs": dict(xargs)} if xargs else body
+
+
+def streamed(body: Mapping[str, Any], *, tokens: bool = False) -> dict[str, Any]:
+    """tokens: ask for the answer's token ids too (vLLM computes their logprobs for it)."""
+    more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    if tokens:
+        more |= {"logprobs": 0, "return_tokens_as_token_ids": True}
+    return {**body, **more}
+
+
+def scored(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {**body, "prompt_logprobs": 0}
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """The JSON of a line of server-sent events; None for what is no event, or the last one."""
+    data = line.removeprefix("data:").strip()
+    if not line.startswith("data:") or data == "[DONE]":
+        return None
+    event: dict[str, Any] = json.loads(data)
+    if "error" in event:
+        raise ServerError(f"the server failed in the middle of an answer: {event['error']}")
+    return event

@@ -7,17 +7,22 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from blasst.evals.client import Completions, ServedModel
+from blasst.evals import fanout
+from blasst.evals.client import Completions, Generation, ServedModel
 from blasst.evals.errors import InputError, ServerError
-from blasst.evals.metrics import string_match_all
+from blasst.evals.metrics import match
 from blasst.evals.samples import Sample
 from blasst.evals.sidecar import Counters, Setting, Sidecar
 from blasst.evals.store import Record, ResultStore
+from blasst.evals.tasks import task_named
 from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, name_of
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
+Pass = Literal["both", "accuracy", "ttft"]
+"""accuracy: answers and gold NLL, many requests at once. ttft: the first token, one at a time.
+both: one at a time, time and answer of the same request."""
 DEFAULT_MIN_CONTEXT = 8192
 """The engine's own setting, in force where the sidecar names none (prompt tokens)."""
 _PROBE_MIN = 256
@@ -26,15 +31,19 @@ _PROBE_MIN = 256
 @dataclass(frozen=True)
 class RunOptions:
     """max_tokens: at most this many answer tokens (None: the task's own). settle_s: how long the
-    counters may lag behind a request. min_context: None keeps what the deployment has."""
+    counters may lag behind a request. min_context: None keeps what the deployment has.
+    concurrency: requests at once in the accuracy pass."""
 
     max_tokens: int | None = None
     settle_s: float = 20.0
     min_context: int | None = None
+    concurrency: int = 1
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"--max-tokens {self.max_tokens}: give at least 1")
+        if self.concurrency < 1:
+            raise InputError(f"--concurrency {self.concurrency}: give at least 1")
         if not 0 < self.settle_s < float("inf"):
             raise InputError(f"--settle {self.settle_s:g}: give seconds above 0")
 
@@ -56,7 +65,7 @@ class Expected:
 
 
 class Runner:
-    """Measures on one server at concurrency 1 and appends to one store."""
+    """Measures on one server and appends to one store."""
 
     def __init__(
         self,
@@ -93,7 +102,7 @@ class Runner:
         return DEFAULT_MIN_CONTEXT if self.min_context is None else self.min_context
 
     def check_length(self, length: int) -> None:
-        """Raises InputError when the server cannot take prompts of `length` tokens whole."""
+        """Raises InputError when the server cannot take `length` tokens of prompt and answer."""
         limit = self.model.max_model_len
         if limit is not None and length > limit:
             raise InputError(
@@ -112,13 +121,17 @@ class Runner:
                 "of the served model"
             )
 
-    def key(self, sample: Sample, point: Point) -> str:
-        """One measurement: prompt and gold ids, server, threshold, answer budget."""
-        parts = (sample.prompt_sha256, self.fingerprint, key_of(point), str(self._budget(sample)))
-        return _sha("|".join(parts))
+    def key(self, sample: Sample, point: Point, which: Pass = "both") -> str:
+        """One measurement: prompt and gold ids, server, threshold, answer budget, pass."""
+        budget = str(self._budget(sample))
+        return _sha(
+            "|".join((sample.prompt_sha256, self.fingerprint, key_of(point), budget, which))
+        )
 
-    def pending(self, samples: Sequence[Sample], point: Point) -> list[Sample]:
-        return [sample for sample in samples if self.key(sample, point) not in self.store]
+    def pending(
+        self, samples: Sequence[Sample], point: Point, which: Pass = "both"
+    ) -> list[Sample]:
+        return [s for s in samples if self.key(s, point, which) not in self.store]
 
     def warm_up(self, point: Point, sample: Sample) -> None:
         """Once for each length, dense and with a threshold, under the one in force: a prefill that
@@ -137,22 +150,26 @@ class Runner:
         samples: Sequence[Sample],
         go_on: Callable[[Sample], bool],
         keep: Callable[[Record], None],
+        which: Pass = "both",
     ) -> bool:
         """Measure each sample under `point` and `keep` its record, as long as `go_on` says so;
-        False when it did not before the last sample was done.
+        False when it did not before the last sample was done. The accuracy pass sends them all.
 
         Raises ServerError when the threshold is not in force, changes on the way, or a counter
         does not move as this threshold must move it.
         """
         setting = self.activate(point, samples[0])
-        self.warm_up(point, samples[0])
+        if which != "accuracy":
+            self.warm_up(point, samples[0])
         before = self.sidecar.counters()
         done = 0
-        for sample in samples:
-            record, before = self._measure(sample, point, setting, before)
-            keep(record)
-            done += 1
-            if not go_on(sample):
+        together = which == "accuracy"
+        for group in [samples] if together else [[sample] for sample in samples]:
+            records, before = self._measure(group, point, setting, before, which)
+            for record in records:
+                keep(record)
+            done += len(group)
+            if not all([go_on(sample) for sample in group]):
                 break
         if (now := self.sidecar.get()).generation != setting.generation:
             raise ServerError(
@@ -190,46 +207,87 @@ class Runner:
         return Expected(vote, sum(lengths) - vote, len(lengths))
 
     def _measure(
-        self, sample: Sample, point: Point, setting: Setting, before: Counters
-    ) -> tuple[Record, Counters]:
-        name, prompt = self.model.name, sample.prompt
-        answer = self.client.generate(name, prompt, self._budget(sample))
-        nll = self.client.gold_nll(name, prompt, sample.gold)
-        expected = self._expected(point, [len(prompt), len(prompt) + len(sample.gold)])
+        self,
+        samples: Sequence[Sample],
+        point: Point,
+        setting: Setting,
+        before: Counters,
+        which: Pass,
+    ) -> tuple[list[Record], Counters]:
+        """One sample, or several at once whose counters only their sum is known of."""
+        answers = self._answers(samples, which)
+        sent = [len(s.prompt) for s in samples]
+        if which != "ttft":
+            sent += [len(s.prompt) + len(s.gold) for s in samples]
+        expected = self._expected(point, sent)
         after = self.sidecar.settled(before, expected.least, self.options.settle_s)
         moved = after.since(before)
-        check_counters(moved, expected, point, sample.id)
-        record = {
+        check_counters(moved, expected, point, samples[0].id)
+        records = [
+            self._record(sample, point, which, answer, nll)
+            | {"generation": setting.generation, **_counted(moved if i == 0 else None)}
+            for i, (sample, (answer, nll)) in enumerate(zip(samples, answers, strict=True))
+        ]
+        return records, after
+
+    def _answers(
+        self, samples: Sequence[Sample], which: Pass
+    ) -> list[tuple[Generation, float | None]]:
+        name = self.model.name
+        if which == "accuracy":
+            jobs = [fanout.Job(s.prompt, s.gold, self._budget(s)) for s in samples]
+            return [*fanout.measure(self.client, name, jobs, self.options.concurrency)]
+        (sample,) = samples
+        budget = 1 if which == "ttft" else self._budget(sample)
+        answer = self.client.generate(name, sample.prompt, budget)
+        if which == "ttft":
+            return [(answer, None)]
+        return [(answer, self.client.gold_nll(name, sample.prompt, sample.gold))]
+
+    def _record(
+        self, sample: Sample, point: Point, which: Pass, answer: Generation, nll: float | None
+    ) -> Record:
+        record: Record = {
             "kind": "sample",
-            "key": self.key(sample, point),
+            "pass": which,
+            "key": self.key(sample, point, which),
             "fingerprint": self.fingerprint,
             "threshold": key_of(point),
-            "lambda": lambda_at(point, len(prompt)),
-            "mag": mag_at(point, len(prompt)),
-            "generation": setting.generation,
+            "lambda": lambda_at(point, len(sample.prompt)),
+            "mag": mag_at(point, len(sample.prompt)),
             "sample": sample.id,
             "task": sample.task,
             "length": sample.length,
             "index": sample.index,
             "seed": sample.seed,
             "prompt_sha256": sample.prompt_sha256,
-            "prompt_tokens": len(prompt),
+            "prompt_tokens": len(sample.prompt),
             "gold_tokens": len(sample.gold),
             "depths": [round(depth, 4) for depth in sample.depths],
-            "prediction": answer.text,
-            "answers": list(sample.answers),
-            "match": string_match_all(answer.text, sample.answers),
-            "gold_nll": nll,
-            "ttft_s": answer.ttft_s,
-            "total_s": answer.total_s,
             "completion_tokens": answer.completion_tokens,
             "finish_reason": answer.finish_reason,
-            "visited": moved.visited,
-            "skipped": moved.skipped,
-            "layers": [[layer, *pair] for layer, pair in moved.layers.items()],
             "at": time.time(),
         }
-        return record, after
+        if which != "accuracy":
+            record |= {"ttft_s": answer.ttft_s, "total_s": answer.total_s}
+        if which != "ttft":
+            metric = task_named(sample.task).metric
+            record |= {
+                "prediction": answer.text,
+                "tokens": list(answer.tokens),
+                "answers": list(sample.answers),
+                "match": match(metric, answer.text, sample.answers),
+                "gold_nll": nll,
+            }
+        return record
+
+
+def _counted(moved: Counters | None) -> Record:
+    """None: the first record of the cell holds the counters of all."""
+    if moved is None:
+        return {"visited": 0, "skipped": 0, "layers": []}
+    layers = [[layer, *pair] for layer, pair in moved.layers.items()]
+    return {"visited": moved.visited, "skipped": moved.skipped, "layers": layers}
 
 
 def check_counters(moved: Counters, expected: Expected, point: Point, what: str) -> None:

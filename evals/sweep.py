@@ -9,14 +9,14 @@ import contextlib
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from blasst.evals.errors import EvalsError
 from blasst.evals.machine import describe_machine
 from blasst.evals.progress import Progress
-from blasst.evals.runner import Runner
+from blasst.evals.runner import Pass, Runner
 from blasst.evals.samples import Sample
 from blasst.evals.store import Record
 from blasst.evals.thresholds import Point, key_of, name_of
@@ -30,6 +30,7 @@ _MARGIN = 1.2
 class Group:
     """Samples of one task and length that are compared with each other under all points."""
 
+    which: Pass
     task: str
     length: int
     samples: tuple[Sample, ...]
@@ -39,29 +40,54 @@ class Group:
 @dataclass(frozen=True)
 class Plan:
     """Every sample runs under every point. by_round: the first sample of every group before any
-    second one. notes: for the report. machine: a line about it, as it was before the server."""
+    second one. chunk: samples of a task and length that stay together under all points (0: all).
+    timed: None measures time and answers in one pass, one request at a time; a number makes an
+    accuracy pass first and then times so many samples of each task and length. notes: for the
+    report. machine: a line about it, as it was before the server. data: where the texts are from.
+    """
 
     points: Sequence[Point]
     samples: Sequence[Sample]
     by_round: bool = False
+    chunk: int = 0
+    timed: int | None = None
     notes: Sequence[str] = ()
     machine: str = field(default_factory=describe_machine)
+    data: Mapping[str, str] = field(default_factory=dict)
 
     def lengths(self) -> list[int]:
         return sorted({sample.length for sample in self.samples})
 
+    def measurements(self) -> list[tuple[Pass, Sample]]:
+        """All of them, each once for every point."""
+        if self.timed is None:
+            return [("both", sample) for sample in self.samples]
+        first = [s for s in self.samples if s.index < self.timed]
+        answers: list[tuple[Pass, Sample]] = [("accuracy", sample) for sample in self.samples]
+        return answers + [("ttft", sample) for sample in first]
+
     def groups(self) -> list[Group]:
-        """Short lengths first. The points begin with another one in each group, so that a machine
-        that becomes slower or faster favours none."""
-        found: dict[tuple[int, int, str], list[Sample]] = {}
-        for sample in self.samples:
-            key = (sample.index if self.by_round else 0, sample.length, sample.task)
+        """Answers before times, short lengths first. The points begin with another one in each
+        group, so that a machine that becomes slower or faster favours none."""
+        found: dict[tuple[bool, int, int, str, int], list[Sample]] = {}
+        for which, sample in self.measurements():
+            size = 1 if self.by_round or which == "ttft" else self.chunk
+            number = sample.index // size if size else 0
+            rank = number if self.by_round else 0
+            key = (which == "ttft", rank, sample.length, sample.task, number)
             found.setdefault(key, []).append(sample)
-        # By round and length only: tasks stay in their own order.
-        groups = sorted(found.items(), key=lambda item: item[0][:2])
+        # By pass, round and length only: tasks stay in their own order.
+        groups = sorted(found.items(), key=lambda item: item[0][:3])
+        kind: Pass = "both" if self.timed is None else "accuracy"
         return [
-            Group(task, length, tuple(samples), _rotated(self.points, number))
-            for number, ((_, length, task), samples) in enumerate(groups)
+            Group(
+                "ttft" if timed else kind,
+                task,
+                length,
+                tuple(samples),
+                _rotated(self.points, number),
+            )
+            for number, ((timed, _, length, task, _), samples) in enumerate(groups)
         ]
 
 
@@ -77,14 +103,15 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | Non
         progress.say("everything is measured already")
         return 0
     runner.check_tokenizer(plan.samples[0])
-    total = len(plan.samples) * len(plan.points)
+    total = len(plan.measurements()) * len(plan.points)
     if pending < total:
-        progress.say(f"resuming: {total - pending} of {total} samples are measured already")
+        progress.say(f"resuming: {total - pending} of {total} measurements are there already")
     runner.store.append(_plan_record(runner, plan))
     work = sum(
         work_of(sample.length)
         for point in plan.points
-        for sample in runner.pending(plan.samples, point)
+        for which, sample in plan.measurements()
+        if runner.pending([sample], point, which)
     )
     progress.restart(pending, work, None if box is None else box.end)
     try:
@@ -102,7 +129,15 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | Non
 
 
 def count_pending(runner: Runner, plan: Plan) -> int:
-    return sum(len(runner.pending(plan.samples, point)) for point in plan.points)
+    return sum(
+        len(runner.pending([sample], point, which))
+        for point in plan.points
+        for which, sample in plan.measurements()
+    )
+
+
+def pending_in(runner: Runner, group: Group) -> int:
+    return sum(len(runner.pending(group.samples, point, group.which)) for point in group.points)
 
 
 def _run_groups(
@@ -111,7 +146,7 @@ def _run_groups(
     """Returns the groups that the time box left out."""
     pace, left, begun = Pace(), [], False
     for group in groups:
-        number = sum(len(runner.pending(group.samples, point)) for point in group.points)
+        number = pending_in(runner, group)
         if not number:
             continue
         one = pace.predict(group.length) or 0.0
@@ -122,14 +157,14 @@ def _run_groups(
         # Something must be there to compare, however slow the machine is.
         latest = box.hard_end - one if box is not None and begun else None
         begun = True
-        if _run_group(runner, group, progress, latest, boxed=box is not None):
+        if run_group(runner, group, progress, latest, boxed=box is not None):
             pace.add(group.length, (time.monotonic() - start) / number)
         else:
             left.append(group)
     return left
 
 
-def _run_group(
+def run_group(
     runner: Runner, group: Group, progress: Progress, latest: float | None, *, boxed: bool
 ) -> bool:
     """Measure the group under all its points; False when it was still running at `latest`.
@@ -140,7 +175,7 @@ def _run_group(
     for point in group.points:
         if latest is not None and time.monotonic() >= latest:
             return False
-        todo = runner.pending(group.samples, point)
+        todo = runner.pending(group.samples, point, group.which)
         what = f"{name_of(point)}, {group.task} at {group.length}"
 
         def go_on(sample: Sample, what: str = what) -> bool:
@@ -148,7 +183,7 @@ def _run_group(
             return latest is None or time.monotonic() < latest
 
         if todo and not runner.run_cell(
-            point, todo, go_on, kept.append if boxed else runner.store.append
+            point, todo, go_on, kept.append if boxed else runner.store.append, group.which
         ):
             return False
     for record in kept:
@@ -173,6 +208,10 @@ def _plan_record(runner: Runner, plan: Plan) -> dict[str, object]:
         "tasks": list(dict.fromkeys(sample.task for sample in plan.samples)),
         "seeds": sorted({sample.seed for sample in plan.samples}),
         "samples": len(plan.samples),
+        "mode": first.mode,
+        "timed": plan.timed,
+        "concurrency": runner.options.concurrency,
+        "data": dict(plan.data),
         "prompt_format": first.prompt_format,
         "tokenizer_sha256": first.tokenizer_sha256,
         "max_tokens": runner.options.max_tokens,

@@ -50,6 +50,7 @@ def plan(**changes: Any) -> dict[str, Any]:
 def sample(**changes: Any) -> dict[str, Any]:
     record: dict[str, Any] = {
         "kind": "sample",
+        "pass": "both",
         "fingerprint": "f",
         "threshold": "dense",
         "task": "vt",

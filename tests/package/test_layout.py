@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "kernels": (),
     "plugin": ("blasst.kernels",),
     "server": ("blasst.kernels.threshold", "blasst.kernels.exchange"),
-    "evals": ("blasst.kernels.threshold",),
+    "evals": ("blasst.kernels.threshold", "blasst.kernels.exchange.presets"),
     "deploy": (),
 }
 
@@ -139,6 +139,7 @@ def test_light_modules_import_with_the_standard_library_alone() -> None:
         "blasst.kernels.exchange.desired",
         "blasst.kernels.exchange.stats",
         "blasst.kernels.exchange.layout",
+        "blasst.kernels.exchange.presets",
         "blasst.plugin",
         "blasst.server.cli",
         "blasst.evals",
