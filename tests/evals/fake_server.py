@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class Fake:
     prompts: list[dict[str, Any]] = field(default_factory=list)
     puts: list[dict[str, Any]] = field(default_factory=list)
     delay_s: float = 0.0
+    at_once: int = 0
+    most_at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def lambda_of(self, xargs: dict[str, Any], tokens: int) -> float | None:
@@ -150,7 +153,10 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
             error = {"error": {"message": "no room", "code": 400}}
             return JSONResponse(error, status_code=400)
         skip_lambda = fake.admit(body)
+        fake.at_once += 1
+        fake.most_at_once = max(fake.most_at_once, fake.at_once)
         await asyncio.sleep(fake.delay_s)
+        fake.at_once -= 1
         if body.get("stream"):
             return StreamingResponse(_stream(fake, body), media_type="text/event-stream")
         entry = [
@@ -165,7 +171,10 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
 
 async def _stream(fake: Fake, body: dict[str, Any]) -> AsyncIterator[str]:
     def event(text: str, finish: str | None = None) -> str:
-        return f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': finish}]})}\n\n"
+        choice: dict[str, Any] = {"text": text, "finish_reason": finish}
+        if text and body.get("logprobs") == 0:
+            choice["logprobs"] = {"tokens": [f"token_id:{zlib.crc32(text.encode())}"]}
+        return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
     yield event("")
     await asyncio.sleep(FIRST_TEXT_AFTER_S)
