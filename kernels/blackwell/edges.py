@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from blasst.kernels.blackwell.config import TILES, WARPS, Config
+from blasst.kernels.cute.barrier import wait_with
 from blasst.kernels.cute.tmem import fence_after_sync, fence_before_sync
 
 
@@ -72,6 +73,12 @@ class Edge(NamedTuple):
         """Consumer: until the visit's phase is complete."""
         cute.arch.mbarrier_wait(self.at(visit), (visit // self.slots) & 1)
         fence_after_sync()
+
+    def wait_with(self, visit: Int32, value: Float32) -> Float32:
+        """wait(), and `value`, which depends on the wait."""
+        value = wait_with(self.at(visit), (visit // self.slots) & 1, value)
+        fence_after_sync()
+        return value
 
     def arrive(self, visit: Int32) -> None:
         """Producer: once a warp, after all that its lanes did."""

@@ -56,8 +56,11 @@ class Softmax:
         for i in cutlass.range(self.lead, unroll=1):
             self.pass_by(i)
         skipped = Int32(0)
-        for i in cutlass.range(self.lead, self.visits, unroll=1):
-            skipped += 1 - Int32(self.visit(i))
+        first_full = cutlass.max(self.lead, self.visits - self.tile.n_full)
+        for i in cutlass.range(self.lead, first_full, unroll=1):
+            skipped += 1 - Int32(self.visit(i, True))
+        for i in cutlass.range(first_full, self.visits, unroll=1):
+            skipped += 1 - Int32(self.visit(i, False))
         if self.visits > 1:
             # The slot was read: nothing else says so after the last scores.
             self.edges.edge("o_ready", self.index).wait(self.visits - 2)
@@ -70,44 +73,39 @@ class Softmax:
         self.edges.edge("s_full", self.index).wait(i)
         self.release_scores(i)
         self.send_scale(Float32(1.0), i)
-        self.wait_window(i)
+        self.wait_window(i, Float32(0.0))
         self.edges.edge("p_full", self.index).arrive(i)
 
     @cute.jit
-    def visit(self, i: Int32) -> Boolean:
+    def visit(self, i: Int32, masked: cutlass.Constexpr[bool]) -> Boolean:
         """Returns whether the block was kept."""
-        n = self.visits - 1 - i
         self.edges.edge("s_full", self.index).wait(i)
-        scores, largest = self.read_scores(n)
-        self.release_scores(i)
+        scores, largest = self.read_scores(i, masked)
         kept = self.vote(largest, i)
         if kept:
             self.send_scale(self.raise_maximum(largest), i)
             self.exponentiate(scores, i)
         else:
             self.send_scale(Float32(1.0), i)
-            self.wait_window(i)
+            self.wait_window(i, Float32(0.0))
         if cutlass.const_expr(self.config.vote):
             self.send_vote(kept)
         self.edges.edge("p_full", self.index).arrive(i)
         return kept
 
     @cute.jit
-    def read_scores(self, n: Int32) -> tuple[cute.Tensor, Float32]:
-        """Masked scores of block n, and the largest, taken while the next ones are on their way."""
+    def read_scores(self, i: Int32, masked: cutlass.Constexpr[bool]) -> tuple[cute.Tensor, Float32]:
+        """Masked scores and the largest of them; their columns are free at once."""
         width, tile_n = self.config.plan.read_columns, self.config.tile_n
         scores = cute.make_rmem_tensor(tile_n, Float32)
         parts = cute.flat_divide(scores, (width,))
-        tmem.load(parts[None, 0], self.scores)
-        largest = -Float32.inf
         for part in cutlass.range_constexpr(tile_n // width):
-            tmem.wait_loads()
-            if cutlass.const_expr(part + 1 < tile_n // width):
-                tmem.load(parts[None, part + 1], self.scores + (part + 1) * width)
-            if n >= self.tile.n_full:
-                self.mask(parts[None, part], n * tile_n + part * width)
-            largest = row_max(parts[None, part], largest)
-        return scores, largest
+            tmem.load(parts[None, part], self.scores + part * width)
+        tmem.wait_loads()
+        self.release_scores(i)
+        if cutlass.const_expr(masked):
+            self.mask(scores, (self.visits - 1 - i) * tile_n)
+        return scores, row_max(scores)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, first_key: Int32) -> None:
@@ -127,16 +125,20 @@ class Softmax:
             self.edges.edge("window", 1 - self.index).arrive(i)
 
     @cute.jit
-    def wait_window(self, i: Int32) -> None:
-        """Until the columns that take this visit's P hold nothing that is still to be read."""
+    def wait_window(self, i: Int32, base: Float32) -> Float32:
+        """Until the columns that take this visit's P hold nothing that is still to be read.
+
+        Returns `base`: what needs it is not computed earlier, whatever the compiler prefers.
+        """
         if cutlass.const_expr(self.config.cross_p and self.index == 0):
-            self.edges.edge("window", 0).wait(i)
+            base = self.edges.edge("window", 0).wait_with(i, base)
         if cutlass.const_expr(self.config.cross_p and self.index == 1):
             # No later scores of tile 0 say that the P of the visit before was read.
             if i + 1 < self.visits:
-                self.edges.edge("window", 1).wait(i + 1)
+                base = self.edges.edge("window", 1).wait_with(i + 1, base)
             elif i > 0:
-                self.edges.edge("o_full", 1).wait(i - 1)
+                base = self.edges.edge("o_full", 1).wait_with(i - 1, base)
+        return base
 
     @cute.jit
     def send_scale(self, scale: Float32, i: Int32) -> None:
@@ -191,7 +193,7 @@ class Softmax:
         waiting = plan.buffered[self.index]
         for q in cutlass.range_constexpr(plan.quarters):
             if cutlass.const_expr(q == waiting):
-                self.wait_window(i)
+                base = self.wait_window(i, base)
                 for early in cutlass.range_constexpr(waiting):
                     tmem.store(self.p + early * quarter // 2, p[None, early])
             sums = exp2_row(rows[None, q], self.scale_log2, base, sums)
@@ -215,14 +217,10 @@ class Softmax:
 
 
 @cute.jit
-def row_max(values: cute.Tensor, start: Float32) -> Float32:
-    """The largest of the values and `start`, in two chains of three-input maxima."""
-    size = cute.size(values)
-    first, second = (
-        tmem.max3(start, values[0], values[1]),
-        tmem.max3(values[2], values[3], values[2]),
-    )
-    for c in cutlass.range_constexpr(4, size, 4):
+def row_max(values: cute.Tensor) -> Float32:
+    """The largest, in two chains of three-input maxima."""
+    first, second = -Float32.inf, -Float32.inf
+    for c in cutlass.range_constexpr(0, cute.size(values), 4):
         first = tmem.max3(first, values[c], values[c + 1])
         second = tmem.max3(second, values[c + 2], values[c + 3])
     return cute.arch.fmax(first, second)
