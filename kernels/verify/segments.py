@@ -1,0 +1,94 @@
+"""Straight-line register arithmetic, compiled to one Python function per segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blasst.kernels.verify.registers import BANK_NAMES, Array, Banks, Ref
+
+Function = Callable[..., Any]
+_SIGNATURE = ", ".join(BANK_NAMES)
+
+
+class MicroOp(NamedTuple):
+    """function(*sources, target) writes the target's row; None copies the one source.
+
+    guard: (predicate, negated), or None.
+    """
+
+    function: Function | None
+    sources: tuple[Ref, ...]
+    target: Ref
+    guard: tuple[Ref, bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """full(*banks) when all lanes run; masked(mask, *banks) else. rows: 32-bit rows it touches."""
+
+    full: Callable[..., None]
+    masked: Callable[..., None]
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+def compile_segment(ops: Sequence[MicroOp], first: int) -> Segment:
+    """first: index of its first instruction, for the function's name in a traceback."""
+    functions: dict[Any, str] = {}
+    full = [_statement(op, functions, None) for op in ops]
+    masked = [_statement(op, functions, "m") for op in ops]
+    namespace: dict[str, Any] = {name: function for function, name in functions.items()}
+    namespace["masked"], namespace["masked_copy"] = _masked, _masked_copy
+    source = "\n".join(
+        [
+            f"def full({_SIGNATURE}):",
+            *(f"    {line}" for line in full),
+            f"def partial(m, {_SIGNATURE}):",
+            *(f"    {line}" for line in masked),
+        ]
+    )
+    exec(compile(source, f"<segment {first}>", "exec"), namespace)
+    return Segment(
+        namespace["full"],
+        namespace["partial"],
+        frozenset(r.row for op in ops for r in op.sources if r.width == 32),
+        frozenset(op.target.row for op in ops if op.target.width == 32),
+    )
+
+
+def _statement(op: MicroOp, functions: dict[Any, str], mask: str | None) -> str:
+    conditions = [mask] if mask else []
+    if op.guard is not None:
+        conditions.append(("~" if op.guard[1] else "") + op.guard[0].code)
+    condition = " & ".join(conditions)
+    sources = ", ".join(ref.code for ref in op.sources)
+    if op.function is None:
+        if not condition:
+            return f"{op.target.code}[:] = {sources}"
+        return f"masked_copy({sources}, {op.target.code}, {condition})"
+    name = functions.setdefault(op.function, f"f{len(functions)}")
+    if not condition:
+        return f"{name}({sources}, {op.target.code})"
+    return f"masked({name}, ({sources},), {op.target.code}, {condition})"
+
+
+def _masked(function: Function, sources: tuple[Array, ...], target: Array, mask: Array) -> None:
+    before = target.copy()
+    function(*sources, target)
+    keep = ~mask
+    np.copyto(target, before, where=keep if target.ndim == 1 else keep[:, None])
+
+
+def _masked_copy(source: Array, target: Array, mask: Array) -> None:
+    np.copyto(target, source, where=mask)
+
+
+def run_segment(segment: Segment, banks: Banks, mask: Array | None) -> None:
+    if mask is None:
+        segment.full(*banks)
+    else:
+        segment.masked(mask, *banks)

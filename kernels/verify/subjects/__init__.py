@@ -1,0 +1,1 @@
+"""Kernels that the interpreter is tried on: ours, FlashAttention-4 and FlashInfer."""
