@@ -27,9 +27,10 @@ _MODULES = {
     Impl.HOPPER: "blasst.kernels.hopper.launch",
     Impl.TRITON: "blasst.kernels.triton.launch",
     Impl.CPU: "blasst.kernels.cpu",
+    Impl.CPU_TORCH: "blasst.kernels.cpu_torch",
     Impl.REFERENCE: "blasst.kernels.reference",
 }
-_AUTO_ORDER = (Impl.BLACKWELL, Impl.HOPPER, Impl.TRITON, Impl.CPU)
+_AUTO_ORDER = (Impl.BLACKWELL, Impl.HOPPER, Impl.TRITON, Impl.CPU, Impl.CPU_TORCH)
 
 
 @dataclass(frozen=True)

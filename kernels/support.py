@@ -50,11 +50,20 @@ def _head_dim(problem: Problem) -> list[str]:
     return [f"head_dim {problem.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"]
 
 
-def _cpu(problem: Problem) -> list[str]:
+def _cpu_torch(problem: Problem) -> list[str]:
     reasons = _head_dim(problem)
     if problem.device_type != "cpu":
         reasons.append(f"tensors are on {problem.device_type}, this implementation needs the CPU")
     return reasons
+
+
+def _cpu(problem: Problem) -> list[str]:
+    reasons = _cpu_torch(problem)
+    if reasons:
+        return reasons
+    from blasst.kernels.native import build
+
+    return list(build.reasons())
 
 
 def _device(
@@ -107,5 +116,6 @@ _RULES: dict[Impl, Callable[[Problem], list[str]]] = {
     Impl.HOPPER: _hopper,
     Impl.TRITON: _triton,
     Impl.CPU: _cpu,
+    Impl.CPU_TORCH: _cpu_torch,
     Impl.REFERENCE: lambda problem: [],
 }

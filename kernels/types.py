@@ -16,12 +16,14 @@ LN_2 = math.log(2.0)
 
 
 class Impl(StrEnum):
-    """Implementations, best first; `reference` is the oracle of the tests, never chosen by auto."""
+    """Implementations, best first; `reference` is the oracle of the tests, never chosen by auto.
+    `cpu` is compiled where it runs, `cpu-torch` does without a compiler."""
 
     BLACKWELL = "blackwell"
     HOPPER = "hopper"
     TRITON = "triton"
     CPU = "cpu"
+    CPU_TORCH = "cpu-torch"
     REFERENCE = "reference"
 
 

@@ -11,13 +11,22 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
 _lock = threading.Lock()
-_pool: tuple[int, int, ThreadPoolExecutor] | None = None
-"""(process, threads, pool): a forked child has no threads and makes its own."""
+_pool: tuple[int, ThreadPoolExecutor] | None = None
+"""(threads, pool)"""
+
+
+def _forget() -> None:
+    """A forked child has none of the threads, and the lock as another thread held it."""
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def run_all(items: Iterable[Callable[[], None]]) -> None:
@@ -45,6 +54,7 @@ def run_all(items: Iterable[Callable[[], None]]) -> None:
         return
     pool = _threads(threads)
     futures = [pool.submit(drain) for _ in range(threads)]
+    wait(futures)
     for future in futures:
         future.result()
 
@@ -52,10 +62,10 @@ def run_all(items: Iterable[Callable[[], None]]) -> None:
 def _threads(count: int) -> ThreadPoolExecutor:
     global _pool
     with _lock:
-        if _pool is not None and _pool[:2] == (os.getpid(), count):
-            return _pool[2]
-        if _pool is not None and _pool[0] == os.getpid():
-            _pool[2].shutdown(wait=False)
+        if _pool is not None and _pool[0] == count:
+            return _pool[1]
+        if _pool is not None:
+            _pool[1].shutdown(wait=False)
         ready = threading.Barrier(count + 1)
         cores = _cores()
 
@@ -75,7 +85,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
         ready.wait()
         # The setting is per thread, but the last one made is also the default of new threads.
         torch._C.set_num_threads(count)
-        _pool = (os.getpid(), count, pool)
+        _pool = (count, pool)
         return pool
 
 

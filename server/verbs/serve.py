@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar
 
 ACCEPTS_UNKNOWN = True
-IMPLS = ("auto", "blackwell", "hopper", "triton", "cpu", "reference")
+IMPLS = ("auto", "blackwell", "hopper", "triton", "cpu", "cpu-torch", "reference")
 Child = tuple[list[str], dict[str, str], float]
 """What a Supervisor needs: command, environment, seconds to stop in."""
 

@@ -14,6 +14,7 @@ import torch
 from blasst.kernels.api import prefill_attention
 from blasst.kernels.dispatch import choose
 from blasst.kernels.errors import BlasstError, InvalidInputError, UnsupportedError
+from blasst.kernels.native import build
 from blasst.kernels.support import own_geometry, unsupported_reasons
 from blasst.kernels.testing import block_mask_from, cumulative
 from blasst.kernels.types import AttentionSpec, Geometry, Impl, PagedKV, Problem, RaggedKV
@@ -170,9 +171,24 @@ PROBLEM = Problem(head_dim=64, num_heads=9, num_kv_heads=3, dtype="float32")
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("impl", ["auto", "cpu"])
-def test_what_the_cpu_runs(dtype: str, head_dim: int, impl: str) -> None:
-    assert choose(replace(PROBLEM, dtype=dtype, head_dim=head_dim), impl).impl is Impl.CPU
+@pytest.mark.parametrize("impl", ["auto", "cpu", "cpu-torch"])
+def test_what_the_cpu_runs(
+    dtype: str, head_dim: int, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose.cache_clear()
+    monkeypatch.setattr(build, "reasons", lambda: ())
+    expected = Impl.CPU if impl == "auto" else impl
+    assert choose(replace(PROBLEM, dtype=dtype, head_dim=head_dim), impl).impl == expected
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose.cache_clear()
+    monkeypatch.setattr(build, "reasons", lambda: ("no C compiler runs; install one",))
+    assert choose(PROBLEM).impl is Impl.CPU_TORCH
+    assert "not cpu: no C compiler runs; install one" in str(choose(PROBLEM))
+    with pytest.raises(UnsupportedError, match="cpu: no C compiler runs; install one"):
+        choose(PROBLEM, "cpu")
+    choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -197,6 +213,7 @@ def test_what_the_cpu_refuses(changes: dict[str, Any], reason: str) -> None:
         "hopper",
         "triton",
         "cpu",
+        "cpu-torch",
     }
 
 
@@ -261,8 +278,11 @@ def test_the_geometry_is_the_implementations_own_unless_it_is_given() -> None:
     choose.cache_clear()
 
 
-def test_automatic_choice_is_logged_with_reasons(caplog: pytest.LogCaptureFixture) -> None:
+def test_automatic_choice_is_logged_with_reasons(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose.cache_clear()
+    monkeypatch.setattr(build, "reasons", lambda: ())
     with caplog.at_level(logging.INFO, "blasst.kernels"):
         choice = choose(PROBLEM)
         choose(PROBLEM)

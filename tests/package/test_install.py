@@ -58,7 +58,7 @@ def test_wheel_holds_every_source_and_data_file(wheel: Path) -> None:
     listed = run("git", "ls-files", "-co", "--exclude-standard", "-z", *PACKAGES, cwd=ROOT)
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
-        ships = path.suffix == ".py" or path.name == "py.typed"
+        ships = path.suffix in (".py", ".c", ".h") or path.name == "py.typed"
         ships |= path.parent.name in ("static", "templates")
         if path.is_file() and ships:
             assert f"blasst/{name}" in names, f"{name} is missing from the wheel"

@@ -1,0 +1,1 @@
+"""The CPU implementation's compiled tile loop: C sources, their build, and how they are called."""
