@@ -140,10 +140,18 @@ class AttentionMask:
         )
 
     def blasst(self, geometry: Geometry) -> BlockMask:
-        """The form that prefill_attention takes: request i is row i of the batch."""
+        """The form that prefill_attention takes: request i is row i of the batch.
+
+        Its kernels look at whole blocks: beyond the ends, the last token is asked for again.
+        """
         forward = self.lists(geometry, backward=False).by_query
+        last_query, last_key, whole = self.seqlen_q - 1, self.seqlen_k - 1, self.mask_mod
+
+        def mask_mod(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+            return whole(b, h, q.clamp(max=last_query), k.clamp(max=last_key))
+
         return BlockMask(
-            self.mask_mod,
+            mask_mod,
             forward.partial_counts,
             forward.partial_indices,
             forward.full_counts,

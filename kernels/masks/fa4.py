@@ -8,11 +8,9 @@ import importlib.util
 import warnings
 from typing import Any, NamedTuple
 
-import torch
-
 from blasst.kernels.errors import UnsupportedError
-from blasst.kernels.masks.bound import AttentionMask
 from blasst.kernels.masks.cute_mod import cute_mask_mod
+from blasst.kernels.masks.inputs import Inputs, Result
 from blasst.kernels.masks.lists import BlockLists, Orientation, dq_write_order
 from blasst.kernels.types import Geometry
 
@@ -89,31 +87,22 @@ def backward_tensors(fa4: Fa4, lists: BlockLists, *, deterministic: bool) -> Any
     return sparse_tensors(fa4, lists.backward, lists.geometry, **order)
 
 
-def run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: AttentionMask,
-    *,
-    softmax_scale: float,
-    lists: BlockLists,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q [batch, seqlen, num_heads, head_dim]; lse float32 [batch, num_heads, seqlen]."""
+def run(x: Inputs, *, lists: BlockLists, deterministic: bool) -> Result:
+    """lists: of FA4's geometry on this GPU, with the backward's half if x needs a gradient."""
     fa4 = load_fa4()
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    out, lse = fa4.interface.flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        mask_mod=cute_mask_mod(mask),
-        aux_tensors=mask.aux_tensors,
+    backward = None
+    if x.needs_grad:
+        backward = backward_tensors(fa4, lists, deterministic=deterministic)
+    result: Result = fa4.interface.flash_attn_func(
+        x.q,
+        x.k,
+        x.v,
+        softmax_scale=x.softmax_scale,
+        mask_mod=cute_mask_mod(x.mask),
+        aux_tensors=x.mask.aux_tensors,
         block_sparse_tensors=sparse_tensors(fa4, lists.by_query, lists.geometry),
-        block_sparse_tensors_bwd=(
-            backward_tensors(fa4, lists, deterministic=deterministic) if needs_grad else None
-        ),
+        block_sparse_tensors_bwd=backward,
         deterministic=deterministic,
-        return_lse=True,
+        return_lse=x.want_lse,
     )
-    return out, lse
+    return result

@@ -1,0 +1,42 @@
+"""FlexAttention, compiled: Inductor's Triton kernels, or FlashAttention-4 behind the same call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from blasst.kernels.masks.inputs import Inputs, Result
+from blasst.kernels.types import Geometry
+
+Backend = Literal["TRITON", "FLASH"]
+
+TRITON_GEOMETRY = Geometry(128, 128)
+"""FlexAttention's default block, a multiple of every tile that its Triton templates choose."""
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def run(x: Inputs, *, backend: Backend, geometry: Geometry, write_order: bool = False) -> Result:
+    """On a CPU, Inductor's C++ kernel runs, whatever the backend: forward only, without lse."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    result = _compiled()(
+        x.q.transpose(1, 2),
+        x.k.transpose(1, 2),
+        x.v.transpose(1, 2),
+        block_mask=x.mask.flex(geometry, write_order=write_order),
+        scale=x.softmax_scale,
+        enable_gqa=x.q.shape[2] != x.k.shape[2],
+        kernel_options={"BACKEND": backend} if x.q.is_cuda else None,
+        return_aux=AuxRequest(lse=True) if x.want_lse else None,
+    )
+    out, lse = (result[0], result[1].lse) if x.want_lse else (result, None)
+    return out.transpose(1, 2), lse

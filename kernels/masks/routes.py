@@ -1,0 +1,288 @@
+"""One call for masked attention, the routes behind it, and the rules of the two lanes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import torch
+
+from blasst.kernels import dispatch
+from blasst.kernels.errors import InvalidInputError, UnsupportedError
+from blasst.kernels.masks import eager, fa4, flex, serving
+from blasst.kernels.masks.bound import AttentionMask
+from blasst.kernels.masks.crossover import REPORTED, Crossover
+from blasst.kernels.masks.inputs import Inputs, Result
+from blasst.kernels.types import Geometry, Problem
+
+Lane = Literal["throughput", "exact"]
+Determinism = Literal["off", "warn", "strict"]
+
+
+class Route(StrEnum):
+    """Implementations of masked_attention."""
+
+    FLEX_TRITON = "flex-triton"
+    FLEX_FA4 = "flex-fa4"
+    FA4 = "fa4"
+    BLASST = "blasst"
+    EAGER = "eager"
+
+
+class NotReproducibleWarning(UserWarning):
+    """torch asks for deterministic algorithms, to warn only, and this route's dq is not."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What most callers leave alone.
+
+    skip_lambda: BLASST's threshold (inference, route "blasst"); counters: int64 [num_kv_heads, 2].
+    geometry: blocks of the route "blasst"; its votes hold for one geometry only.
+    """
+
+    crossover: Crossover = field(default_factory=lambda: REPORTED)
+    skip_lambda: float | None = None
+    counters: torch.Tensor | None = None
+    geometry: Geometry = field(default_factory=Geometry)
+
+
+@dataclass(frozen=True)
+class RouteProblem:
+    """All that decides which route runs. determinism: torch.use_deterministic_algorithms."""
+
+    attention: Problem
+    seqlen: int
+    needs_grad: bool
+    lane: Lane = "throughput"
+    determinism: Determinism = "off"
+    fa4_reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RouteChoice:
+    """The route that runs, and what speaks against those that would come first."""
+
+    route: Route
+    against: Mapping[Route, tuple[str, ...]]
+
+
+def masked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: AttentionMask,
+    *,
+    lane: Lane = "throughput",
+    impl: str = "auto",
+    softmax_scale: float | None = None,
+    options: Options | None = None,
+) -> torch.Tensor:
+    """Attention of packed rows under a block mask; differentiable unless impl is "blasst".
+
+    q: [batch, seqlen_q, num_heads, head_dim]; k, v: [batch, seqlen_k, num_kv_heads, head_dim].
+    Rows that see nothing (padding) give 0. lane="exact": reproducible bit for bit and invariant to
+    neighbours, so FlexAttention's Triton kernels or an error; lane="throughput": the fastest route.
+    Raises InvalidInputError or UnsupportedError with every reason, before any work.
+    """
+    options = options or Options()
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return attend(Inputs(q, k, v, mask, scale), lane=lane, impl=impl, options=options)[0]
+
+
+def attend(x: Inputs, *, lane: Lane, impl: str, options: Options) -> Result:
+    """masked_attention, with the lse where it is wanted."""
+    problem = _problem(x, lane, options)
+    route = choose(problem, impl, options.crossover).route
+    if route is Route.EAGER:
+        return eager.run(x)
+    if route is Route.BLASST:
+        return serving.run(
+            x,
+            geometry=options.geometry,
+            skip_lambda=options.skip_lambda,
+            counters=options.counters,
+        )
+    if route is Route.FLEX_TRITON:
+        return flex.run(x, backend="TRITON", geometry=flex.TRITON_GEOMETRY)
+    geometry, ordered = fa4_geometry(problem), needs_write_order(problem)
+    if problem.needs_grad and problem.determinism == "warn" and not ordered:
+        warnings.warn(
+            f"dq of {route} is not reproducible here, and deterministic algorithms are set to warn "
+            'only; lane="exact" is',
+            NotReproducibleWarning,
+            stacklevel=3,
+        )
+    if route is Route.FLEX_FA4:
+        return flex.run(x, backend="FLASH", geometry=geometry, write_order=ordered)
+    lists = x.mask.lists(geometry, backward=problem.needs_grad)
+    return fa4.run(x, lists=lists, deterministic=ordered)
+
+
+def choose(problem: RouteProblem, impl: str, crossover: Crossover) -> RouteChoice:
+    """The route for `impl`, or the first that can run. Raises with every reason."""
+    if impl != "auto":
+        if impl not in list(Route):
+            raise InvalidInputError(
+                [f"impl {impl!r} is unknown; choose one of {', '.join(['auto', *Route])}"]
+            )
+        reasons = unsupported_reasons(problem, Route(impl))
+        if reasons:
+            raise UnsupportedError([f"{impl}: {reason}" for reason in reasons])
+        return RouteChoice(Route(impl), {})
+    against: dict[Route, tuple[str, ...]] = {}
+    for route in order(problem, crossover):
+        reasons = unsupported_reasons(problem, route)
+        if not reasons:
+            return RouteChoice(route, against)
+        against[route] = tuple(reasons)
+    raise UnsupportedError(
+        [f"{route}: {reason}" for route, reasons in against.items() for reason in reasons]
+    )
+
+
+def order(problem: RouteProblem, crossover: Crossover) -> tuple[Route, ...]:
+    """Routes that "auto" tries. Never the eager one on a GPU: it visits every block."""
+    if problem.lane == "exact":
+        return (Route.FLEX_TRITON,)
+    if problem.attention.vote:
+        return (Route.BLASST,)
+    if problem.attention.device_type == "cpu":
+        return (Route.EAGER,) if problem.needs_grad else (Route.BLASST, Route.EAGER)
+    longest_first = problem.seqlen >= crossover.fa4_from(
+        problem.attention.capability, problem.needs_grad
+    )
+    pair = (Route.FLEX_FA4, Route.FLEX_TRITON)
+    return pair if longest_first else pair[::-1]
+
+
+def unsupported_reasons(problem: RouteProblem, route: Route) -> list[str]:
+    """Every reason why `route` must not run `problem`; the single statement of the lanes."""
+    reasons = []
+    if problem.lane == "exact" and route is not Route.FLEX_TRITON:
+        reasons.append(
+            'lane "exact" is flex-triton only: no other route is known to give the same bits on '
+            "every run and beside every neighbour, whatever deterministic algorithms are set to"
+        )
+    if problem.attention.vote and route is not Route.BLASST:
+        reasons.append('a skip_lambda is for impl "blasst" only')
+    if route in (Route.FLEX_TRITON, Route.FLEX_FA4, Route.FA4):
+        reasons += _cuda_reasons(problem)
+    if route in (Route.FLEX_FA4, Route.FA4):
+        reasons += _fa4_reasons(problem)
+    if route is Route.BLASST:
+        reasons += _blasst_reasons(problem)
+    return reasons
+
+
+def _cuda_reasons(problem: RouteProblem) -> list[str]:
+    if problem.attention.device_type != "cuda":
+        return [f"tensors are on {problem.attention.device_type}, this route needs a CUDA GPU"]
+    return []
+
+
+def _fa4_reasons(problem: RouteProblem) -> list[str]:
+    reasons = list(problem.fa4_reasons)
+    attention = problem.attention
+    if attention.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"dtype {attention.dtype} is not bfloat16 or float16")
+    capability = attention.capability
+    if capability is not None and capability[0] not in fa4.GEOMETRIES:
+        reasons.append(
+            f"compute capability {capability[0]}.{capability[1]} has no block-sparse backward in "
+            "FlashAttention-4, it needs 9.x or 10.x"
+        )
+    if problem.needs_grad and problem.determinism == "strict" and not needs_write_order(problem):
+        reasons.append(
+            "torch.use_deterministic_algorithms(True) is set, and FlashAttention-4 has a "
+            "deterministic block-sparse backward on compute capability 10.x only; use flex-triton"
+        )
+    return reasons
+
+
+def _blasst_reasons(problem: RouteProblem) -> list[str]:
+    reasons = []
+    if problem.needs_grad:
+        reasons.append("it has no backward; call it in torch.no_grad() or choose another route")
+    try:
+        dispatch.choose(problem.attention)
+    except UnsupportedError as e:
+        reasons += e.reasons
+    return reasons
+
+
+def needs_write_order(problem: RouteProblem) -> bool:
+    """Whether FA4's backward runs deterministically: asked for, and there is such a kernel."""
+    capability = problem.attention.capability
+    return (
+        problem.needs_grad
+        and problem.determinism != "off"
+        and capability is not None
+        and capability[0] == 10
+    )
+
+
+def fa4_geometry(problem: RouteProblem) -> Geometry:
+    """FA4's block size on this GPU."""
+    assert problem.attention.capability is not None
+    return fa4.GEOMETRIES[problem.attention.capability[0]]
+
+
+def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
+    reasons = list(_input_reasons(x))
+    q, k = x.q, x.k
+    if lane not in ("throughput", "exact"):
+        reasons.append(f'lane {lane!r} must be "throughput" or "exact"')
+    if reasons:
+        raise InvalidInputError(reasons)
+    determinism: Determinism = "off"
+    if torch.are_deterministic_algorithms_enabled():
+        warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        determinism = "warn" if warn else "strict"
+    return RouteProblem(
+        attention=Problem(
+            head_dim=q.shape[-1],
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            dtype=str(q.dtype).removeprefix("torch."),
+            device_type=q.device.type,
+            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+            causal=x.mask.is_causal,
+            block_mask=True,
+            vote=options.skip_lambda is not None,
+            geometry=options.geometry,
+        ),
+        seqlen=q.shape[1],
+        needs_grad=x.needs_grad,
+        lane=lane,
+        determinism=determinism,
+        fa4_reasons=tuple(fa4.fa4_reasons()) if q.is_cuda else (),
+    )
+
+
+def _input_reasons(x: Inputs) -> list[str]:
+    q, k, v, mask = x.q, x.k, x.v, x.mask
+    reasons = []
+    lengths = mask.seqlen_q, mask.seqlen_k, mask.seqlen_k
+    for name, t, seqlen in zip("qkv", (q, k, v), lengths, strict=True):
+        if t.dim() != 4 or t.shape[:2] != (mask.batch, seqlen):
+            reasons.append(
+                f"{name} has shape {list(t.shape)}, the mask is for "
+                f"[{mask.batch}, {seqlen}, heads, head_dim]"
+            )
+        if t.device != mask.device:
+            reasons.append(f"{name} is on {t.device}, the mask on {mask.device}; bind it there")
+        if t.dtype != q.dtype:
+            reasons.append(f"{name} has dtype {t.dtype}, q has {q.dtype}; they must be equal")
+    if not reasons:
+        if k.shape != v.shape or q.shape[3] != k.shape[3]:
+            reasons.append(
+                f"k {list(k.shape)} and v {list(v.shape)} must be equal, with q's head_dim "
+                f"{q.shape[3]}"
+            )
+        elif q.shape[2] % k.shape[2]:
+            reasons.append(f"num_heads {q.shape[2]} is not a multiple of num_kv_heads {k.shape[2]}")
+    return reasons

@@ -1,0 +1,456 @@
+"""Routes that run on a CPU give the same numbers; lanes refuse what they cannot keep."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blasst.kernels.api import prefill_attention
+from blasst.kernels.errors import InvalidInputError, UnsupportedError
+from blasst.kernels.masks import fa4, flex, routes, serving
+from blasst.kernels.masks.bound import AttentionMask, bind
+from blasst.kernels.masks.chat import shared_prefix_sample
+from blasst.kernels.masks.crossover import REPORTED, Crossover
+from blasst.kernels.masks.inputs import Inputs
+from blasst.kernels.masks.mods import (
+    causal,
+    document,
+    padding,
+    shared_prefix,
+    sliding_window,
+    strip_history_thinking,
+)
+from blasst.kernels.masks.routes import Options, Route, RouteProblem, masked_attention
+from blasst.kernels.masks.segments import Segments, pack
+from blasst.kernels.reference import reference_attention
+from blasst.kernels.types import Geometry, Problem, RaggedKV
+
+MASKS = {
+    "causal": causal() & document(),
+    "shared prefix": shared_prefix() & document() & padding(),
+    "strip thinking": strip_history_thinking() & document() & padding(),
+    "window": causal() & sliding_window(37) & document(),
+    "bidirectional": document() & padding(),
+}
+
+
+def segments(seed: int, batch: int, seqlen: int) -> Segments:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rising(high: int) -> torch.Tensor:
+        drawn = torch.randint(0, high, (batch, seqlen), generator=generator)
+        return drawn.sort(-1).values.int()
+
+    documents = rising(3)
+    documents[:, int(seqlen * 0.9) :] = -1
+    role = (torch.arange(seqlen) // 23 % 3).int().expand(batch, -1).contiguous()
+    return Segments(documents, rising(4), rising(5), role, rising(seqlen))
+
+
+def tensors(
+    seed: int, mask: AttentionMask, heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(mask.batch, n, h, dim, generator=generator, dtype=torch.float64).to(dtype)
+        for n, h in (
+            (mask.seqlen_q, heads[0]),
+            (mask.seqlen_k, heads[1]),
+            (mask.seqlen_k, heads[1]),
+        )
+    ]
+
+
+def levelled(seed: int, mask: AttentionMask) -> list[torch.Tensor]:
+    """Stretches of 48 keys at a level of their own: some blocks lie far below the running max."""
+    q, k, v = tensors(seed, mask, (2, 1), 64, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(0, 16, (mask.seqlen_k // 48 + 1,), generator=generator).float()
+    k[..., 0] = levels.repeat_interleave(48)[: mask.seqlen_k, None]
+    q[..., 0] = 8.0
+    return [q, k, v]
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    """torch's own attention with the dense mask; rows that see nothing are 0."""
+    seen = mask.dense()[:, None]
+    some = seen.any(-1, keepdim=True)
+    group = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen | ~some
+    )
+    return torch.where(some, out, 0.0).transpose(1, 2)
+
+
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = Inputs(q, k, v, mask, q.shape[-1] ** -0.5, want_lse=True)
+    out, lse = routes.attend(x, lane="throughput", impl=impl, options=Options())
+    assert lse is not None
+    return out, lse
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+def test_eager_forward_and_backward(name: str, heads: tuple[int, int]) -> None:
+    mask = bind(MASKS[name], segments(0, 2, 75))
+    ours = [t.requires_grad_() for t in tensors(1, mask, heads, 16, torch.float64)]
+    theirs = [t.detach().clone().requires_grad_() for t in ours]
+    out, expected = masked_attention(*ours, mask), plain(*theirs, mask)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None
+        assert a.grad.isfinite().all()
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_lse_has_a_gradient(name: str) -> None:
+    mask = bind(MASKS[name], segments(3, 1, 20))
+    inputs = [t.requires_grad_() for t in tensors(1, mask, (2, 1), 8, torch.float64)]
+    some = mask.dense().any(-1)[:, None].expand(-1, 2, -1)
+
+    def lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return run(q, k, v, mask, "eager")[1][some]
+
+    assert torch.autograd.gradcheck(lse, inputs, fast_mode=True)
+    assert (run(*inputs, mask, "eager")[1][~some] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_our_kernel_under_a_mask(name: str) -> None:
+    mask = bind(MASKS[name], segments(4, 2, 300))
+    q, k, v = tensors(5, mask, (4, 2), 64, torch.float32)
+    out, lse = run(q, k, v, mask, "blasst")
+    expected, expected_lse = run(q, k, v, mask, "eager")
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["shared prefix", "window"])
+def test_flex_attention_compiled(name: str) -> None:
+    """Inductor's C++ kernel on our block lists; lists of the wrong blocks would drop keys."""
+    mask = bind(MASKS[name], segments(6, 1, 384))
+    q, k, v = tensors(7, mask, (4, 2), 32, torch.float32)
+    with torch.no_grad():
+        out, _ = flex.run(
+            Inputs(q, k, v, mask, 0.2), backend="TRITON", geometry=flex.TRITON_GEOMETRY
+        )
+    expected = masked_attention(q, k, v, mask, impl="eager", softmax_scale=0.2)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.sampled_from(sorted(MASKS)),
+    st.integers(0, 1000),
+    st.sampled_from([(64, 64), (128, 64), (64, 128)]),
+    st.floats(0.02, 0.95),
+)
+def test_reference_and_cpu_skip_the_same_blocks_under_a_mask(
+    name: str, seed: int, tiles: tuple[int, int], skip_lambda: float
+) -> None:
+    """The vote composes with the mask: only visited blocks vote, and both count the same skips."""
+    mask = bind(MASKS[name], segments(seed, 1, 300))
+    q, k, v = levelled(seed, mask)
+    spec = serving.spec_for(mask, 0.125, Geometry(*tiles))
+    ends = torch.tensor([0, 300], dtype=torch.int32)
+    kv = RaggedKV(k[0], v[0], ends)
+    lam = torch.tensor([skip_lambda], dtype=torch.float64)
+    expected = reference_attention(q[0], kv, ends, spec=spec, skip_lambda=lam)
+    assert int(expected.visited[0][0].sum()) == mask.lists(spec.geometry).visited_blocks
+    if expected.smallest_margin < 1e-3:
+        return
+    counters = torch.zeros(1, 2, dtype=torch.int64)
+    out, _ = prefill_attention(
+        q[0], kv, ends, spec=spec, skip_lambda=lam, impl="cpu", counters=counters
+    )
+    assert torch.equal(counters, expected.counts(1))
+    torch.testing.assert_close(out.double(), expected.out, atol=1e-4, rtol=0)
+
+
+def test_votes_under_a_mask_do_skip() -> None:
+    mask = bind(MASKS["shared prefix"], segments(1, 1, 1024))
+    q, k, v = levelled(2, mask)
+    counters = torch.zeros(1, 2, dtype=torch.int64)
+    options = Options(skip_lambda=0.9, counters=counters, geometry=Geometry(64, 64))
+    masked_attention(q, k, v, mask, options=options)
+    visited, skipped = counters[0].tolist()
+    assert visited == 2 * mask.lists(Geometry(64, 64)).visited_blocks
+    assert 0 < skipped < visited
+
+
+GPU = RouteProblem(
+    Problem(128, 16, 4, "bfloat16", "cuda", (9, 0), block_mask=True, vote=False),
+    seqlen=16384,
+    needs_grad=True,
+)
+BLACKWELL = replace(GPU, attention=replace(GPU.attention, capability=(10, 0)))
+CPU = replace(GPU, attention=replace(GPU.attention, device_type="cpu", capability=None))
+
+
+@pytest.mark.parametrize(
+    ("problem", "route"),
+    [
+        (GPU, Route.FLEX_FA4),
+        (replace(GPU, seqlen=4096), Route.FLEX_TRITON),
+        (replace(GPU, lane="exact"), Route.FLEX_TRITON),
+        (replace(GPU, determinism="strict"), Route.FLEX_TRITON),
+        (replace(GPU, determinism="strict", needs_grad=False), Route.FLEX_FA4),
+        (replace(GPU, determinism="warn"), Route.FLEX_FA4),
+        (replace(GPU, determinism="warn", lane="exact"), Route.FLEX_TRITON),
+        (replace(GPU, fa4_reasons=("hidden",)), Route.FLEX_TRITON),
+        (BLACKWELL, Route.FLEX_TRITON),
+        (replace(GPU, attention=replace(GPU.attention, dtype="float32")), Route.FLEX_TRITON),
+        (CPU, Route.EAGER),
+        (replace(CPU, needs_grad=False), Route.BLASST),
+        (replace(CPU, attention=replace(CPU.attention, head_dim=48)), Route.EAGER),
+    ],
+)
+def test_auto(problem: RouteProblem, route: Route) -> None:
+    assert routes.choose(problem, "auto", REPORTED).route is route
+
+
+def test_crossover_is_data(tmp_path: Path) -> None:
+    table = tmp_path / "masks.json"
+    row = {"needs_grad": True, "major": 10, "tokens": 2048}
+    table.write_text(json.dumps({"crossover": [row]}))
+    loaded = Crossover.load(table)
+    assert routes.choose(BLACKWELL, "auto", loaded).route is Route.FLEX_FA4
+    assert routes.choose(GPU, "auto", loaded).route is Route.FLEX_TRITON
+    table.write_text("{}")
+    with pytest.raises(InvalidInputError, match="blasst bench masks"):
+        Crossover.load(table)
+
+
+STRICT = replace(GPU, determinism="strict")
+VOTE = replace(GPU, attention=replace(GPU.attention, vote=True))
+
+
+@pytest.mark.parametrize(
+    ("problem", "impl", "text"),
+    [
+        (STRICT, "flex-fa4", "use_deterministic_algorithms"),
+        (STRICT, "fa4", "use flex-triton"),
+        (replace(GPU, lane="exact"), "flex-fa4", "flex-triton only"),
+        (replace(GPU, lane="exact"), "fa4", "flex-triton only"),
+        (replace(GPU, lane="exact", determinism="warn"), "flex-fa4", "whatever deterministic"),
+        (replace(GPU, lane="exact", determinism="warn"), "fa4", "whatever deterministic"),
+        (replace(BLACKWELL, lane="exact", determinism="strict"), "fa4", "flex-triton only"),
+        (replace(GPU, lane="exact"), "eager", "flex-triton only"),
+        (replace(GPU, lane="exact"), "blasst", "flex-triton only"),
+        (replace(CPU, lane="exact"), "auto", "needs a CUDA GPU"),
+        (GPU, "blasst", "no backward"),
+        (VOTE, "flex-triton", "skip_lambda"),
+        (VOTE, "auto", "no backward"),
+        (replace(GPU, attention=replace(GPU.attention, capability=(8, 0))), "fa4", "8.0"),
+        (replace(GPU, fa4_reasons=("pip uninstall flash-attn",)), "fa4", "pip uninstall"),
+    ],
+)
+def test_refusals(problem: RouteProblem, impl: str, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        routes.choose(problem, impl, REPORTED)
+
+
+def test_blackwell_orders_dq_when_asked_to() -> None:
+    strict = replace(BLACKWELL, determinism="strict")
+    assert routes.choose(strict, "fa4", REPORTED).route is Route.FA4
+    assert routes.needs_write_order(strict)
+    assert not routes.needs_write_order(replace(strict, needs_grad=False))
+    assert not routes.needs_write_order(BLACKWELL)
+    assert not routes.needs_write_order(STRICT)
+
+
+def test_determinism_is_read_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = bind(MASKS["causal"], segments(0, 1, 20))
+    q, k, v = tensors(0, mask, (2, 2), 16, torch.float32)
+    seen = []
+    real = routes.choose
+    monkeypatch.setattr(
+        routes, "choose", lambda p, i, c: seen.append(p.determinism) or real(p, i, c)
+    )
+    try:
+        for strict, warn in ((False, False), (True, False), (True, True)):
+            torch.use_deterministic_algorithms(strict, warn_only=warn)
+            masked_attention(q, k, v, mask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == ["off", "strict", "warn"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda q, k, v: (q[:, :-1], k, v), "the mask is for"),
+        (lambda q, k, v: (q, k, v.double()), "dtype"),
+        (lambda q, k, v: (q, k[..., :8], v), "must be equal"),
+        (lambda q, k, v: (q[:, :, :3], k, v), "multiple of num_kv_heads"),
+    ],
+)
+def test_wrong_inputs(change: Any, text: str) -> None:
+    mask = bind(MASKS["causal"], segments(0, 1, 20))
+    with pytest.raises(InvalidInputError, match=text):
+        masked_attention(*change(*tensors(0, mask, (4, 2), 16, torch.float32)), mask)
+    with pytest.raises(InvalidInputError, match="lane"):
+        masked_attention(*tensors(0, mask, (4, 2), 16, torch.float32), mask, lane="fast")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="flex-triton"):
+        masked_attention(*tensors(0, mask, (4, 2), 16, torch.float32), mask, impl="flash")
+
+
+class Recorder:
+    """FA4's interface without a GPU: keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def flash_attn_func(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        self.calls.append(options)
+        return q, q[..., 0].transpose(1, 2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fa4_gets_both_orientations(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    recorder = Recorder()
+    real = fa4.load_fa4()
+    monkeypatch.setattr(fa4, "load_fa4", lambda: fa4.Fa4(recorder, real.block_sparsity))
+    mask = bind(MASKS["shared prefix"], segments(0, 1, 700))
+    geometry = Geometry(256, 128)
+    q, k, v = (t.requires_grad_() for t in tensors(0, mask, (2, 2), 64, torch.float32))
+    x = Inputs(q, k, v, mask, 0.1, want_lse=True)
+    options = {"deterministic": deterministic}
+    fa4.run(x, lists=mask.lists(geometry), **options)
+    call = recorder.calls[-1]
+    forward, backward = call["block_sparse_tensors"], call["block_sparse_tensors_bwd"]
+    assert forward.block_size == backward.block_size == (256, 128)
+    assert forward.mask_block_cnt.shape == (1, 1, 3)
+    assert backward.mask_block_cnt.shape == (1, 1, 6)
+    assert (backward.dq_write_order is not None) == deterministic
+    assert backward.spt is (False if deterministic else None)
+    assert all(t.dtype == torch.int32 for t in call["aux_tensors"])
+    forward_only = bind(MASKS["strip thinking"], segments(9, 1, 700)).lists(
+        geometry, backward=False
+    )
+    with pytest.raises(UnsupportedError, match="silently dense"):
+        fa4.run(x, lists=forward_only, **options)
+    with torch.no_grad():
+        fa4.run(x, lists=forward_only, **options)
+    assert recorder.calls[-1]["block_sparse_tensors_bwd"] is None
+
+
+def test_fa4_shapes_pass_its_own_checks() -> None:
+    """FA4's normalization accepts our lists for both generations, forward and backward."""
+    sparsity = fa4.load_fa4().block_sparsity
+    mask = bind(MASKS["shared prefix"], segments(0, 2, 700))
+    for geometry, q_stage in ((Geometry(128, 128), 1), (Geometry(256, 128), 2)):
+        lists = mask.lists(geometry)
+        loaded = fa4.Fa4(None, sparsity)
+        forward = fa4.sparse_tensors(loaded, lists.by_query, geometry)
+        counts, indices, factor = sparsity.infer_block_sparse_expected_shapes(
+            forward,
+            batch_size=2,
+            num_head=4,
+            seqlen_q=700,
+            seqlen_k=700,
+            m_block_size=128,
+            n_block_size=128,
+            q_stage=q_stage,
+            context="forward",
+            sparse_block_size_q=geometry.tile_m,
+            sparse_block_size_kv=geometry.tile_n,
+        )
+        assert factor == 1
+        assert counts[2:] == forward.mask_block_cnt.shape[2:]
+        assert indices[2:] == forward.mask_block_idx.shape[2:]
+        backward = fa4.backward_tensors(loaded, lists, deterministic=True)
+        counts, indices = sparsity.get_block_sparse_expected_shapes_bwd(
+            2, 4, 700, 700, 128, 128, geometry.tile_m // 128
+        )
+        assert counts[2:] == backward.mask_block_cnt.shape[2:]
+        assert indices[2:] == backward.mask_block_idx.shape[2:]
+        assert backward.dq_write_order.shape == backward.mask_block_idx.shape
+
+
+def test_warn_only_says_so_on_a_throughput_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = bind(MASKS["causal"], segments(0, 1, 64))
+    q, k, v = tensors(0, mask, (2, 2), 16, torch.float32)
+    warn = replace(GPU, determinism="warn")
+    monkeypatch.setattr(routes, "_problem", lambda *a: warn)
+    monkeypatch.setattr(fa4, "run", lambda *a, **o: (q, q))
+    with pytest.warns(routes.NotReproducibleWarning, match="exact"):
+        masked_attention(q, k, v, mask, impl="fa4")
+    monkeypatch.setattr(routes, "_problem", lambda *a: replace(warn, needs_grad=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        masked_attention(q, k, v, mask, impl="fa4")
+
+
+def test_hidden_flash_attn_is_named(tmp_path: Path) -> None:
+    """A flash_attn package with an __init__ in front of flash-attn-4's namespace package."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    info = tmp_path / "flash_attn-2.8.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    program = textwrap.dedent(
+        """
+        from blasst.kernels.masks.fa4 import fa4_reasons, load_fa4
+        from blasst.kernels.errors import UnsupportedError
+        [reason] = fa4_reasons()
+        try:
+            load_fa4()
+        except UnsupportedError as e:
+            assert reason in str(e)
+            print(reason)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "flash-attn 2.8.3" in done.stdout, done.stderr
+    assert "hides flash_attn.cute" in done.stdout
+    assert "pip uninstall flash-attn" in done.stdout
+    assert fa4.fa4_reasons() == []
+
+
+def test_masked_attention_inside_a_compiled_model() -> None:
+    """A graph break, not an error: the mask stays a Python object."""
+    mask = bind(MASKS["shared prefix"], segments(0, 1, 40))
+    q, k, v = tensors(0, mask, (2, 2), 16, torch.float32)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return masked_attention(q * 2, k, v, mask, impl="eager") + 1
+
+    compiled = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
+
+
+def test_shared_prefix_costs_fewer_blocks_than_causal() -> None:
+    sample = shared_prefix_sample(range(1024), [range(512)] * 6, align=128)
+    batch = pack([sample], pad_to_multiple_of=128)
+    lists = {
+        mask: bind(mask, batch.segments).lists(Geometry())
+        for mask in (shared_prefix() & document(), causal() & document())
+    }
+    shared, dense = (each.visited_blocks for each in lists.values())
+    assert shared < 0.7 * dense
