@@ -43,7 +43,7 @@ def _visible_bits(Bits, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     WORDS: tl.constexpr = TILE_N // 32
     m, n = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     at = Bits + (tile.to(tl.int64) * TILE_M + m)[:, None] * WORDS + (n // 32)[None, :]
-    words = tl.load(at, mask=(m >= 0)[:, None] & (tile >= 0), other=-1)
+    words = tl.load(at, mask=(tile + 0 * m >= 0)[:, None], other=-1)
     return ((words >> (n % 32)[None, :]) & 1) != 0
 
 

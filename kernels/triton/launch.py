@@ -11,7 +11,7 @@ from blasst.kernels.triton.config import (
     config_for,
     device_shared_memory,
 )
-from blasst.kernels.triton.lists import BlockLists, block_lists
+from blasst.kernels.triton.lists import WORD, BlockLists, block_lists
 from blasst.kernels.types import LOG2_E, Geometry, PagedKV, Problem, RaggedKV
 
 DTYPES = ("bfloat16", "float16")
@@ -108,8 +108,8 @@ def problem_reasons(problem: Problem) -> list[str]:
         )
         if value not in choices
     ]
-    if problem.block_mask:
-        reasons.append("block masks are not in this kernel")
+    if problem.block_mask and geometry.tile_n < WORD:
+        reasons.append(f"tile_n {geometry.tile_n} with a block mask must be at least {WORD}")
     return reasons
 
 

@@ -79,6 +79,8 @@ def _bits(call: Call, request: Request, where: torch.Tensor) -> Iterator[torch.T
         head, m, n = (t[:, None, None] for t in part.unbind(1))
         query = m * tile_m + rows + request.context
         seen = mask.mask_mod(batch, head, query, n * tile_n + columns)
-        words = seen.expand(part.shape[0], tile_m, tile_n).reshape(part.shape[0], tile_m, -1, WORD)
+        words = seen.expand(part.shape[0], tile_m, tile_n).reshape(
+            part.shape[0], tile_m, tile_n // WORD, WORD
+        )
         # int64 first: bit 31 is the sign of an int32.
         yield (words.long() * weights).sum(-1).to(torch.int32)
