@@ -38,6 +38,12 @@ class Correction:
                 self.edges.edge("o_ready", tile).arrive(i)
 
     @cute.jit
+    def await_output(self, tile: int) -> None:
+        """Also of a tile without rows: no product may complete in a block that has ended."""
+        if self.visits > 0:
+            self.edges.edge("o_done", tile).wait(0)
+
+    @cute.jit
     def rescale(self, tile: int, scale: Float32) -> None:
         """O *= scale, row by row."""
         values = cute.make_rmem_tensor(CHUNK, Float32)

@@ -27,8 +27,6 @@ def store_output(
     config, row = correction.config, correction.row
     correction.edges.edge("scale", index).wait(correction.visits)
     scale = correction.scale[index, correction.visits % 2, row]
-    if tile.n_blocks > 0:
-        correction.edges.edge("o_done", index).wait(0)
     values = cute.make_rmem_tensor(CHUNK, Float32)
     packed = cute.make_rmem_tensor(CHUNK, smem.element_type)
     store = cute.make_copy_atom(

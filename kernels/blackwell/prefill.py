@@ -301,6 +301,7 @@ class BlackwellPrefill:
         )
         correction.correct()
         for t in cutlass.range_constexpr(TILES):
+            correction.await_output(t)
             if tiles[t].rows > 0:
                 smem = shared.q[None, None, t]
                 store_output(correction, t, tiles[t], arrays.out, smem, place.head)

@@ -52,7 +52,8 @@ class Softmax:
         self.state[0], self.state[1], self.state[2] = -Float32.inf, -Float32.inf, Float32(0.0)
         if cutlass.const_expr(self.config.cross_p and self.index == 1):
             # P of tile 1 stays one visit behind: its window follows the next scores of tile 0.
-            self.edges.edge("window", 1).wait(0)
+            if self.visits > 0:
+                self.edges.edge("window", 1).wait(0)
         for i in cutlass.range(self.lead, unroll=1):
             self.pass_by(i)
         skipped = Int32(0)
