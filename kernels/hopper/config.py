@@ -13,7 +13,7 @@ ROWS = 64  # of a warpgroup's matrix product, and of its vote
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    warpgroups: consumers, each with ROWS query rows.
+    warpgroups: consumers, each with ROWS query rows. trace: clocks are recorded.
     """
 
     dtype: str
@@ -25,6 +25,7 @@ class Config:
     warpgroups: int = 2
     tile_n: int = 128
     stages: int = 2
+    trace: bool = False
 
     @property
     def tile_m(self) -> int:

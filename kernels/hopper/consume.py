@@ -21,6 +21,7 @@ from blasst.kernels.cute.mma import issue
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.softmax import Softmax, rescale_rows
 from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.trace import NO_TRACE, Step, Trace
 from blasst.kernels.cute.vote import any_thread
 from blasst.kernels.hopper.config import WARPGROUP, Config
 
@@ -56,6 +57,7 @@ class Consumer:
     operands: Operands
     softmax: Softmax
     floor: cute.Tensor
+    trace: Trace = NO_TRACE
 
     @cute.jit
     def attend(self) -> Int32:
@@ -106,29 +108,37 @@ class Consumer:
         """Visit i > 0; keep: the previous block was kept. Returns whether this one is."""
         o = self.operands
         self.keys.wait(i)
+        self.trace.mark(Step.WAIT_KEYS, i)
         # S = Q @ K.T
         self.issue_qk(i)
         self.values.wait(i - 1)
+        self.trace.mark(Step.WAIT_VALUES, i)
         if keep:
             # O += P @ V, of the previous block
             self.issue_pv(i - 1)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
+        self.trace.mark(Step.WAIT_SCORES, i)
         self.keys.release(i)
         if cutlass.const_expr(masked):
             self.mask(self.visits - 1 - i)
         largest = self.softmax.thread_max(o.scores)
+        self.trace.mark(Step.MAX, i)
         kept = self.vote(largest, self.visits - 1 - i)
+        self.trace.mark(Step.VOTE, i)
         rescale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         if kept:
             rescale.store(self.softmax.exponentiate(o.scores, largest).load())
+            self.trace.mark(Step.EXP2, i)
         # A block of its own keeps ptxas from moving the wait above the exponentials.
         warpgroup.wait_group(0)
+        self.trace.mark(Step.WAIT_PV, i)
         self.values.release(i - 1)
         if kept:
             o.p.store(o.scores.load().to(o.p.element_type))
             rescale_rows(o.acc, rescale)
+            self.trace.mark(Step.STORE_P, i)
         return kept
 
     @cute.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from blasst.kernels.call import Call
@@ -26,11 +28,12 @@ def prefill(
     causal: bool,
     skip_lambda: torch.Tensor | None,
     counters: torch.Tensor | None,
+    trace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Fills `out`, returns lse. Inputs as in `prefill_attention`, values unchecked.
 
     max_seqlen_q: query rows of the longest request or more; skip_lambda is read on the device when
-    the kernel runs.
+    the kernel runs. trace: as `cute.trace.start_trace` takes it.
     """
     config = config_for(
         str(q.dtype).removeprefix("torch."),
@@ -51,7 +54,7 @@ def prefill(
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     if max_seqlen_q == 0 or q.shape[0] == 0:
         return lse
-    run_prefill = compile_prefill(config)
+    run_prefill = compile_prefill(replace(config, trace=trace is not None))
     run_prefill(
         q,
         kv.k,
@@ -63,6 +66,7 @@ def prefill(
         kv.page_table if isinstance(kv, PagedKV) else None,
         None if skip_lambda is None else skip_lambda.float(),
         None if skip_lambda is None else counters,
+        trace,
         softmax_scale * LOG2_E,
         max_seqlen_q,
     )

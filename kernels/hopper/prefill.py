@@ -16,41 +16,13 @@ from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.softmax import Softmax
 from blasst.kernels.cute.tile import Tile, make_tile
+from blasst.kernels.cute.trace import Step, start_trace
 from blasst.kernels.cute.windows import make_window_atom, select
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
 from blasst.kernels.hopper.consume import Consumer, Operands
 from blasst.kernels.hopper.epilogue import store_output
 
 SWIZZLE_ALIGNMENT = 1024  # bytes
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-
-
-class Arrays(NamedTuple):
-    """Everything in global memory: q, k, v, out as row windows; the rest as they are.
-
-    lse: [num_heads, total_q]; key_lengths: [batch], or cumulative [batch + 1] for ragged keys;
-    page_table: [batch, max_pages]; skip_lambda: [batch]; counters: [num_kv_heads, 2].
-    """
-
-    q: Source
-    k: Source
-    v: Source
-    out: Source
-    lse: cute.Tensor
-    cu_seqlens_q: cute.Tensor
-    key_lengths: cute.Tensor
-    page_table: Any  # None, like the next two, when the Config has no use for it
-    skip_lambda: Any
-    counters: Any
-
-
-class Place(NamedTuple):
-    """What a thread block computes: rows from `row` on of one q head of one request."""
-
-    head: Int32
-    kv_head: Int32
-    request: Int32
-    row: Int32
 
 
 class Shared(NamedTuple):
@@ -85,6 +57,7 @@ class HopperPrefill:
         page_table: cute.Tensor | None,
         skip_lambda: cute.Tensor | None,
         counters: cute.Tensor | None,
+        trace: cute.Tensor | None,
         scale_log2: Float32,
         max_seqlen_q: Int32,
         stream: cuda.CUstream,
@@ -92,29 +65,17 @@ class HopperPrefill:
         config = self.config
         paged = config.page_size > 0
         num_kv_heads = k.shape[2] if cutlass.const_expr(paged) else k.shape[1]
-        rows_first = (1, 3, 2, 0) if cutlass.const_expr(paged) else (0, 2, 1)
-        q, out = select(q, (0, 2, 1)), select(out, (0, 2, 1))
-        k, v = select(k, rows_first), select(v, rows_first)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         arrays = Arrays(
-            Source(*make_window_atom(load, q, ROWS, ROWS)),
-            Source(*make_window_atom(load, k, config.window, config.tile_n)),
-            Source(*make_window_atom(load, v, config.window, config.tile_n)),
-            Source(*make_window_atom(store, out, ROWS, ROWS)),
+            *make_sources(config, ROWS, (q, k, v, out)),
             lse,
             cu_seqlens_q,
             key_lengths,
             page_table,
             skip_lambda,
             counters,
+            trace,
         )
-        batch = cu_seqlens_q.shape[0] - 1
-        # The heads of a group run side by side: they read the same keys.
-        grid = (
-            q.shape[2] // num_kv_heads,
-            cute.ceil_div(max_seqlen_q, config.tile_m),
-            num_kv_heads * batch,
-        )
+        grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q)
         self.kernel(arrays, scale_log2, num_kv_heads).launch(
             grid=grid, block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
@@ -122,13 +83,8 @@ class HopperPrefill:
     @cute.kernel
     def kernel(self, arrays: Arrays, scale_log2: Float32, num_kv_heads: Int32):
         config = self.config
-        in_group, m_reversed, slot = cute.arch.block_idx()
-        group_size, m_blocks, _ = cute.arch.grid_dim()
-        kv_head, request = slot % num_kv_heads, slot // num_kv_heads
-        # The longest tiles of a causal prompt start first.
-        row = (m_blocks - 1 - m_reversed) * config.tile_m
-        place = Place(kv_head * group_size + in_group, kv_head, request, row)
-        tile = self.tile_at(arrays, request, row, config.tile_m)
+        place = make_place(self.config, num_kv_heads)
+        tile = tile_at(self.config, arrays, place.request, place.row, self.config.tile_m)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self.allocate(warp)
         if warp < WARPGROUP // WARP:
@@ -140,21 +96,6 @@ class HopperPrefill:
             if tile.rows > 0:
                 group = warp // (WARPGROUP // WARP) - 1
                 self.consume(arrays, shared, tile.n_blocks, group, place, scale_log2)
-
-    @cute.jit
-    def tile_at(self, arrays: Arrays, request: Int32, row: Int32, tile_m: int) -> Tile:
-        config = self.config
-        tile: Tile = make_tile(
-            arrays.cu_seqlens_q,
-            arrays.key_lengths,
-            request,
-            row,
-            tile_m,
-            config.tile_n,
-            config.causal,
-            config.page_size == 0,
-        )
-        return tile
 
     @cute.jit
     def allocate(self, warp: Int32) -> Shared:
@@ -223,7 +164,7 @@ class HopperPrefill:
     ) -> None:
         config = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        tile = self.tile_at(arrays, place.request, place.row + group * ROWS, ROWS)
+        tile = tile_at(config, arrays, place.request, place.row + group * ROWS, ROWS)
         floor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         if cutlass.const_expr(config.vote):
             log2_lambda = cute.math.log2(arrays.skip_lambda[place.request], fastmath=True)
@@ -241,12 +182,14 @@ class HopperPrefill:
             self.operands(shared, group),
             Softmax.create(scale_log2),
             floor,
+            start_trace(arrays.trace, cute.arch.make_warp_uniform(cute.arch.warp_idx())),
         )
         cute.arch.mbarrier_wait(shared.q_full + group, 0)
         skipped = consumer.attend()
         if tile.rows > 0:
             own_rows = shared.q[None, None, group]
             store_output(consumer, arrays.out, own_rows, arrays.lse, place.head)
+            consumer.trace.mark(Step.OUTPUT, visits - 1)
         if cutlass.const_expr(config.count):
             at = arrays.counters.iterator + place.kv_head * 2
             count_blocks(at, tile.n_blocks, skipped, thread)
