@@ -72,12 +72,11 @@ def library() -> ctypes.CDLL:
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
-                try:
-                    return _load(path)
-                except OSError as e:
-                    logger.warning("%s cannot be loaded (%s) and is made again", path, e)
-            _compile(compiler, flags, path)
-            return _load(path)
+                if _whole(path):
+                    return load(path)
+                logger.warning("%s is damaged and is made again", path)
+            compile_library(compiler, flags, path)
+            return load(path)
     except OSError as e:
         raise BuildError(f"the compiled kernel cannot be used: {e}; {_move()}") from e
 
@@ -129,7 +128,8 @@ def _move() -> str:
     return "set XDG_CACHE_HOME to a folder of this user that can be written"
 
 
-def _compile(compiler: Compiler, flags: Sequence[str], path: Path) -> None:
+def compile_library(compiler: Compiler, flags: Sequence[str], path: Path) -> None:
+    """Puts the library there, whole or not at all. BuildError with the compiler's words."""
     made = path.with_suffix(f".{os.getpid()}")
     command = [*compiler.command, *flags, str(SOURCE), "-o", str(made), "-lm"]
     started = time.monotonic()
@@ -141,7 +141,7 @@ def _compile(compiler: Compiler, flags: Sequence[str], path: Path) -> None:
                 f"{shlex.join(compiler.command)} ({compiler.version}) cannot compile the kernel: "
                 f"{said}; set CC to another compiler"
             )
-        made.chmod(0o700)
+        _seal(made)
         made.replace(path)
     except subprocess.TimeoutExpired as e:
         raise BuildError(f"{e}; set CC to another compiler") from e
@@ -151,7 +151,23 @@ def _compile(compiler: Compiler, flags: Sequence[str], path: Path) -> None:
     logger.info("compiled the CPU kernel in %.1f s: %s, %s", seconds, compiler.version, path)
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _seal(path: Path) -> None:
+    """Appends its checksum: to load half a library kills the process."""
+    with open(path, "r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+    path.chmod(0o700)
+
+
+def _whole(path: Path) -> bool:
+    data = path.read_bytes()
+    return hashlib.sha256(data[:-32]).digest() == data[-32:]
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library with the types of its functions declared. OSError."""
     library = ctypes.CDLL(str(path))
     library.blasst_open.restype = ctypes.c_void_p
     library.blasst_drain.argtypes = [ctypes.c_void_p]
