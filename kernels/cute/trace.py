@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -57,8 +58,8 @@ NO_TRACE = Trace()
 
 
 @cute.jit
-def start_trace(buffer: cute.Tensor | None, warp: Int32) -> Trace:
-    """buffer: int64 [1 + warps, visits, STEPS]; its first row names the thread block to record."""
+def start_trace(buffer: Any, warp: Int32) -> Trace:
+    """buffer: int64 [1 + warps, visits, STEPS], or None; its first row names the thread block to record."""
     if cutlass.const_expr(buffer is None):
         return NO_TRACE
     here = Boolean(True)
