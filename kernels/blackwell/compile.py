@@ -5,50 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import cutlass
-import cutlass.cute as cute
-
 from blasst.kernels.blackwell.config import Config
-from blasst.kernels.blackwell.prefill import DTYPES, BlackwellPrefill
-
-TMA_ALIGNMENT = 8  # elements of 16 bits
+from blasst.kernels.blackwell.prefill import BlackwellPrefill
+from blasst.kernels.cute.compile import compile_kernel
 
 
 @functools.cache
 def compile_prefill(config: Config) -> Any:
     """The function of BlackwellPrefill.__call__ without its stream: the current one is used."""
-    dtype = DTYPES[config.dtype]
-    total_q, num_heads, num_kv_heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    batch, batch_and_1, max_pages = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    d = config.head_dim
-    if config.page_size:
-        kv_shape: tuple[Any, ...] = (cute.sym_int(), config.page_size, num_kv_heads, d)
-        lengths, table = _fake(cutlass.Int32, (batch,)), _fake(cutlass.Int32, (batch, max_pages))
-    else:
-        kv_shape = (cute.sym_int(), num_kv_heads, d)
-        lengths, table = _fake(cutlass.Int32, (batch_and_1,)), None
-    return cute.compile(
-        BlackwellPrefill(config),
-        _fake(dtype, (total_q, num_heads, d), TMA_ALIGNMENT),
-        _fake(dtype, kv_shape, TMA_ALIGNMENT),
-        _fake(dtype, kv_shape, TMA_ALIGNMENT),
-        _fake(dtype, (total_q, num_heads, d), TMA_ALIGNMENT),
-        _fake(cutlass.Float32, (num_heads, total_q)),
-        _fake(cutlass.Int32, (batch_and_1,)),
-        lengths,
-        table,
-        _fake(cutlass.Float32, (batch,)) if config.vote else None,
-        _fake(cutlass.Int64, (num_kv_heads, 2)) if config.count else None,
-        cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi",
-    )
-
-
-def _fake(dtype: Any, shape: tuple[Any, ...], divisibility: int = 1) -> Any:
-    """A tensor of any strides, the last one 1, all of them and its address divisible."""
-    stride = (*(cute.sym_int64(divisibility=divisibility) for _ in shape[1:]), 1)
-    return cute.runtime.make_fake_tensor(
-        dtype, shape, stride=stride, assumed_align=divisibility * dtype.width // 8
-    )
+    return compile_kernel(BlackwellPrefill(config))

@@ -91,6 +91,7 @@ class Config:
     key_stages: int = 0
     value_stages: int = 0
     lazy_log2: float = 8.0
+    trace: bool = False
 
     def __post_init__(self) -> None:
         keys, values = {64: (6, 4), 128: (3, 2)}.get(self.head_dim, (1, 1))

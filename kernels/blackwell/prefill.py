@@ -6,7 +6,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from blasst.kernels.blackwell.config import ALIGNMENT, ROWS, TILES, WARP, WARPGROUP, Config
 from blasst.kernels.blackwell.correction import Correction
@@ -15,42 +15,20 @@ from blasst.kernels.blackwell.epilogue import store_output
 from blasst.kernels.blackwell.mma import Multiplier, Operands
 from blasst.kernels.blackwell.softmax import Softmax
 from blasst.kernels.cute import tmem
+from blasst.kernels.cute.arrays import (
+    DTYPES,
+    Arrays,
+    Place,
+    make_grid,
+    make_place,
+    make_sources,
+    tile_at,
+)
 from blasst.kernels.cute.count import count_blocks
-from blasst.kernels.cute.load import Source, load_blocks, load_queries
+from blasst.kernels.cute.load import load_blocks, load_queries
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
-from blasst.kernels.cute.tile import Tile, make_tile
-from blasst.kernels.cute.windows import make_window_atom, select
-
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-
-
-class Arrays(NamedTuple):
-    """Everything in global memory: q, k, v, out as row windows; the rest as they are.
-
-    lse: [num_heads, total_q]; key_lengths: [batch], or cumulative [batch + 1] for ragged keys;
-    page_table: [batch, max_pages]; skip_lambda: [batch]; counters: [num_kv_heads, 2].
-    """
-
-    q: Source
-    k: Source
-    v: Source
-    out: Source
-    lse: cute.Tensor
-    cu_seqlens_q: cute.Tensor
-    key_lengths: cute.Tensor
-    page_table: Any  # None, like the next two, when the Config has no use for it
-    skip_lambda: Any
-    counters: Any
-
-
-class Place(NamedTuple):
-    """What a thread block computes: rows from `row` on of one q head of one request."""
-
-    head: Int32
-    kv_head: Int32
-    request: Int32
-    row: Int32
+from blasst.kernels.cute.tile import Tile
 
 
 class Shared(NamedTuple):
@@ -91,6 +69,7 @@ class BlackwellPrefill:
         page_table: cute.Tensor | None,
         skip_lambda: cute.Tensor | None,
         counters: cute.Tensor | None,
+        trace: cute.Tensor | None,
         scale_log2: Float32,
         max_seqlen_q: Int32,
         stream: cuda.CUstream,
@@ -98,42 +77,25 @@ class BlackwellPrefill:
         config = self.config
         paged = config.page_size > 0
         num_kv_heads = k.shape[2] if cutlass.const_expr(paged) else k.shape[1]
-        rows_first = (1, 3, 2, 0) if cutlass.const_expr(paged) else (0, 2, 1)
-        q, out = select(q, (0, 2, 1)), select(out, (0, 2, 1))
-        k, v = select(k, rows_first), select(v, rows_first)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         arrays = Arrays(
-            Source(*make_window_atom(load, q, ROWS, ROWS)),
-            Source(*make_window_atom(load, k, config.window, config.tile_n)),
-            Source(*make_window_atom(load, v, config.window, config.tile_n)),
-            Source(*make_window_atom(store, out, ROWS, ROWS)),
+            *make_sources(config, ROWS, (q, k, v, out)),
             lse,
             cu_seqlens_q,
             key_lengths,
             page_table,
             skip_lambda,
             counters,
+            trace,
         )
-        batch = cu_seqlens_q.shape[0] - 1
-        # The heads of a group run side by side: they read the same keys.
-        grid = (
-            q.shape[2] // num_kv_heads,
-            cute.ceil_div(max_seqlen_q, config.tile_m),
-            num_kv_heads * batch,
-        )
+        grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q)
         self.kernel(arrays, scale_log2, num_kv_heads).launch(
             grid=grid, block=(config.roles.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
     def kernel(self, arrays: Arrays, scale_log2: Float32, num_kv_heads: Int32):
-        in_group, m_reversed, slot = cute.arch.block_idx()
-        group_size, m_blocks, _ = cute.arch.grid_dim()
-        kv_head, request = slot % num_kv_heads, slot // num_kv_heads
-        # The longest tiles of a causal prompt start first.
-        row = (m_blocks - 1 - m_reversed) * self.config.tile_m
-        place = Place(kv_head * group_size + in_group, kv_head, request, row)
-        tile = self.tile_at(arrays, request, row, self.config.tile_m)
+        place = make_place(self.config, num_kv_heads)
+        tile = tile_at(self.config, arrays, place.request, place.row, self.config.tile_m)
         if tile.rows > 0:
             self.attend(arrays, tile, place, scale_log2)
 
@@ -143,7 +105,7 @@ class BlackwellPrefill:
         config, roles, registers = self.config, self.config.roles, self.config.registers
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tiles = tuple(
-            self.tile_at(arrays, place.request, place.row + t * ROWS, ROWS) for t in range(TILES)
+            tile_at(config, arrays, place.request, place.row + t * ROWS, ROWS) for t in range(TILES)
         )
         leads = tuple(tile.n_blocks - t.n_blocks for t in tiles)
         shared = self.allocate(warp)
@@ -169,21 +131,6 @@ class BlackwellPrefill:
                 if warp // 4 == index:
                     job = (index, tiles[index], tile.n_blocks, leads[index])
                     self.soften(arrays, shared, job, place, scale_log2)
-
-    @cute.jit
-    def tile_at(self, arrays: Arrays, request: Int32, row: Int32, tile_m: int) -> Tile:
-        config = self.config
-        tile: Tile = make_tile(
-            arrays.cu_seqlens_q,
-            arrays.key_lengths,
-            request,
-            row,
-            tile_m,
-            config.tile_n,
-            config.causal,
-            config.page_size == 0,
-        )
-        return tile
 
     @cute.jit
     def allocate(self, warp: Int32) -> Shared:

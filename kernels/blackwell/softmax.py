@@ -51,9 +51,7 @@ class Softmax:
         """All visits of the tile; returns the number of skipped blocks."""
         self.state[0], self.state[1], self.state[2] = -Float32.inf, -Float32.inf, Float32(0.0)
         if cutlass.const_expr(self.config.cross_p and self.index == 1):
-            # P of tile 1 stays one visit behind: its window follows the next scores of tile 0.
-            if self.visits > 0:
-                self.edges.edge("window", 1).wait(0)
+            self.fall_behind()
         for i in cutlass.range(self.lead, unroll=1):
             self.pass_by(i)
         skipped = Int32(0)
@@ -67,6 +65,12 @@ class Softmax:
             self.edges.edge("o_ready", self.index).wait(self.visits - 2)
         self.send_scale(self.normaliser(), self.visits)
         return skipped
+
+    @cute.jit
+    def fall_behind(self) -> None:
+        """P of tile 1 stays one visit behind: its window follows the next scores of tile 0."""
+        if self.visits > 0:
+            self.edges.edge("window", 1).wait(0)
 
     @cute.jit
     def pass_by(self, i: Int32) -> None:

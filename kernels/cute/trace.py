@@ -59,7 +59,8 @@ NO_TRACE = Trace()
 
 @cute.jit
 def start_trace(buffer: Any, warp: Int32) -> Trace:
-    """buffer: int64 [1 + warps, visits, STEPS], or None; its first row names the thread block to record."""
+    """buffer: int64 [1 + warps, visits, STEPS], its first row names the thread block to record;
+    None = no trace."""
     if cutlass.const_expr(buffer is None):
         return NO_TRACE
     here = Boolean(True)

@@ -1,23 +1,30 @@
 """The kernel: a producer warpgroup and two or three consumers compute one tile of query rows."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 
+from blasst.kernels.cute.arrays import (
+    DTYPES,
+    Arrays,
+    Place,
+    make_grid,
+    make_place,
+    make_sources,
+    tile_at,
+)
 from blasst.kernels.cute.count import count_blocks
 from blasst.kernels.cute.fragment import ROWS_PER_THREAD, first_row
-from blasst.kernels.cute.load import Source, load_blocks, load_queries
+from blasst.kernels.cute.load import load_blocks, load_queries
 from blasst.kernels.cute.mma import K_MAJOR, MN_MAJOR, warpgroup_mma
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.softmax import Softmax
-from blasst.kernels.cute.tile import Tile, make_tile
+from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import Step, start_trace
-from blasst.kernels.cute.windows import make_window_atom, select
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
 from blasst.kernels.hopper.consume import Consumer, Operands
 from blasst.kernels.hopper.epilogue import store_output
