@@ -7,6 +7,7 @@ token by token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -73,9 +74,9 @@ class BlockLists:
             )
         return self.by_key
 
-    @property
+    @cached_property
     def visited_blocks(self) -> int:
-        """Blocks in either list, all requests."""
+        """Blocks in either list, all requests. Waits for the device once."""
         return int(self.by_query.partial_counts.sum() + self.by_query.full_counts.sum())
 
     @property

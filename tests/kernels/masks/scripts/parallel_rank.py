@@ -1,0 +1,118 @@
+"""One rank of tests/kernels/masks/test_parallel.py: compares its shard with the whole sequence."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from blasst.kernels.errors import InvalidInputError, UnsupportedError
+from blasst.kernels.masks.bound import AttentionMask, bind
+from blasst.kernels.masks.mods import document, padding, shared_prefix, strip_history_thinking
+from blasst.kernels.masks.parallel import (
+    Parallel,
+    Shard,
+    gathered_attention,
+    ring_attention,
+    shard_mask,
+    ulysses_attention,
+)
+from blasst.kernels.masks.routes import masked_attention
+from blasst.kernels.masks.segments import Segments
+from blasst.kernels.types import Geometry
+
+SEQLEN = 256
+WAYS = {
+    ("ulysses", "contiguous"): ulysses_attention,
+    ("gathered", "contiguous"): gathered_attention,
+    ("gathered", "zigzag"): gathered_attention,
+    ("ring", "contiguous"): ring_attention,
+    ("ring", "zigzag"): ring_attention,
+}
+
+
+def segments(batch: int) -> Segments:
+    generator = torch.Generator().manual_seed(3)
+
+    def rising(high: int) -> torch.Tensor:
+        return torch.randint(0, high, (batch, SEQLEN), generator=generator).sort(-1).values.int()
+
+    documents = rising(3)
+    documents[:, -20:] = -1
+    role = (torch.arange(SEQLEN) // 23 % 3).int().expand(batch, -1).contiguous()
+    return Segments(documents, rising(5), rising(6), role, rising(SEQLEN))
+
+
+def check(mask: AttentionMask, way: tuple[str, str]) -> None:
+    name, order = way
+    shard = Parallel(order=order).shard
+    generator = torch.Generator().manual_seed(5)
+    whole = [
+        torch.randn(mask.batch, SEQLEN, h, 8, generator=generator, dtype=torch.float64)
+        for h in (8, 4, 4)
+    ]
+    weight = torch.randn(whole[0].shape, generator=generator, dtype=torch.float64)
+    expected_in = [t.clone().requires_grad_() for t in whole]
+    expected = masked_attention(*expected_in, mask)
+    (expected * weight).sum().backward()
+
+    mine = [shard.take(t).requires_grad_() for t in whole]
+    out = WAYS[way](*mine, mask, Parallel(order=order))
+    torch.testing.assert_close(out, shard.take(expected))
+    (out * shard.take(weight)).sum().backward()
+    for ours, theirs in zip(mine, expected_in, strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad, shard.take(theirs.grad))
+    if shard.rank == 0:
+        print(f"same: {name} {order}", flush=True)
+
+
+def check_lists(mask: AttentionMask) -> None:
+    """Contiguous shards on block borders: the shard's lists are rows of the whole's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    geometry = Geometry(SEQLEN // ranks, 16)
+    part = shard_mask(mask, Shard(rank, ranks)).lists(geometry)
+    whole = mask.lists(geometry)
+    for ours, theirs in zip(part.by_query.listed(), whole.by_query.listed(), strict=True):
+        assert torch.equal(ours, theirs[:, :, rank : rank + 1])
+
+
+def check_refusals(mask: AttentionMask) -> None:
+    ranks = dist.get_world_size()
+    q = torch.zeros(1, SEQLEN // ranks, 3, 8)
+    for call, error in (
+        (lambda: ulysses_attention(q, q, q, mask, Parallel()), UnsupportedError),
+        (lambda: ring_attention(q, q, q, mask, Parallel(lane="exact")), UnsupportedError),
+        (lambda: gathered_attention(q, q, q, mask, Parallel(lane="exact")), UnsupportedError),
+        (lambda: Shard(0, ranks, "zigzag").places(SEQLEN + 1), InvalidInputError),
+        (lambda: Shard(0, ranks, "striped").places(SEQLEN), InvalidInputError),
+        (
+            lambda: ulysses_attention(q, q, q, mask, Parallel(order="zigzag")),
+            UnsupportedError,
+        ),
+    ):
+        try:
+            call()
+        except error:
+            continue
+        raise AssertionError("not refused")
+
+
+def main() -> None:
+    rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    layout = segments(2)
+    for mask in (
+        shared_prefix() & document() & padding(),
+        strip_history_thinking() & document() & padding(),
+    ):
+        bound = bind(mask, layout)
+        for way in WAYS:
+            check(bound, way)
+        check_lists(bound)
+    check_refusals(bind(shared_prefix(), layout))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()
