@@ -16,7 +16,7 @@ from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, order_of, 
 @dataclass(frozen=True)
 class Cell:
     """samples 0: nothing measured, every number is NaN. score: 0..100. gold_nll: nats a token.
-    ttft_s: median seconds. skip_rate: skipped / visited tiles, NaN where none were visited."""
+    ttft_s: median seconds. visited, skipped: P.V tiles of all samples."""
 
     point: Point
     task: str
@@ -26,7 +26,13 @@ class Cell:
     score: float
     gold_nll: float
     ttft_s: float
-    skip_rate: float
+    visited: int
+    skipped: int
+
+    @property
+    def skip_rate(self) -> float:
+        """skipped / visited; NaN where nothing was visited."""
+        return self.skipped / self.visited if self.visited else math.nan
 
     @property
     def skip_lambda(self) -> float | None:
@@ -113,8 +119,6 @@ def _cell(point: Point, task: str, length: int, records: list[Record]) -> Cell:
     def mean(name: str, among: list[Record]) -> float:
         return statistics.fmean(float(r[name]) for r in among) if among else math.nan
 
-    visited = sum(r["visited"] for r in records)
-    skipped = sum(r["skipped"] for r in records)
     return Cell(
         point=point,
         task=task,
@@ -124,7 +128,8 @@ def _cell(point: Point, task: str, length: int, records: list[Record]) -> Cell:
         score=task_score([r["match"] for r in answered]),
         gold_nll=mean("gold_nll", answered),
         ttft_s=statistics.median(timed) if timed else math.nan,
-        skip_rate=skipped / visited if visited else math.nan,
+        visited=sum(r["visited"] for r in records),
+        skipped=sum(r["skipped"] for r in records),
     )
 
 

@@ -135,6 +135,18 @@ class Completions:
         except (ValueError, KeyError, TypeError):
             return ""
 
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Any JSON endpoint. Raises ServerError unless it answers 200."""
+        with self.errors():
+            answer: dict[str, Any] = self._json(self._http.post(path, json=dict(body)))
+            return answer
+
+    def metrics(self) -> str:
+        """vLLM's Prometheus page; empty where there is none."""
+        with self.errors():
+            response = self._http.get("/metrics")
+            return response.text if response.status_code == 200 else ""
+
     def detokenize(self, model: str, ids: Sequence[int]) -> str | None:
         """What the server's own tokenizer makes of ids; None where it has no such endpoint."""
         with self.errors():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from typing import TextIO
 
@@ -30,6 +31,7 @@ class Progress:
         self._live = self._stream.isatty()
         self._work, self._work_done = float(total), 0.0
         self._until = math.inf
+        self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -39,6 +41,10 @@ class Progress:
 
     def step(self, what: str, work: float = 1.0) -> None:
         """One more is done; `what` names it, `work` is its share of the total work."""
+        with self._lock:
+            self._step(what, work)
+
+    def _step(self, what: str, work: float) -> None:
         self.done += 1
         self._work_done += work
         elapsed = time.monotonic() - self._start

@@ -15,7 +15,7 @@ from blasst.evals.errors import InputError, ServerError
 from blasst.evals.metrics import match
 from blasst.evals.samples import Sample
 from blasst.evals.sidecar import Counters, Setting, Sidecar
-from blasst.evals.store import Record, ResultStore
+from blasst.evals.store import Record, Store
 from blasst.evals.tasks import task_named
 from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, name_of
 
@@ -71,7 +71,7 @@ class Runner:
         self,
         client: Completions,
         sidecar: Sidecar,
-        store: ResultStore,
+        store: Store,
         options: RunOptions,
         served_name: str | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Runner:
 
     def key(self, sample: Sample, point: Point, which: Pass = "both") -> str:
         """One measurement: prompt and gold ids, server, threshold, answer budget, pass."""
-        budget = str(self._budget(sample))
+        budget = str(self.budget(sample))
         return _sha(
             "|".join((sample.prompt_sha256, self.fingerprint, key_of(point), budget, which))
         )
@@ -198,7 +198,8 @@ class Runner:
             self.initial.threshold, min_context=self.initial.min_context, reason="RULER sweep over"
         )
 
-    def _budget(self, sample: Sample) -> int:
+    def budget(self, sample: Sample) -> int:
+        """Answer tokens at most."""
         limit = self.options.max_tokens
         return sample.max_tokens if limit is None else min(limit, sample.max_tokens)
 
@@ -235,10 +236,10 @@ class Runner:
     ) -> list[tuple[Generation, float | None]]:
         name = self.model.name
         if which == "accuracy":
-            jobs = [fanout.Job(s.prompt, s.gold, self._budget(s)) for s in samples]
+            jobs = [fanout.Job(s.prompt, s.gold, self.budget(s)) for s in samples]
             return [*fanout.measure(self.client, name, jobs, self.options.concurrency)]
         (sample,) = samples
-        budget = 1 if which == "ttft" else self._budget(sample)
+        budget = 1 if which == "ttft" else self.budget(sample)
         answer = self.client.generate(name, sample.prompt, budget)
         if which == "ttft":
             return [(answer, None)]

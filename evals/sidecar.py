@@ -143,6 +143,16 @@ class Sidecar:
         found = re.search(r'^blasst_build_info\{(?:.*,)?version="([^"]*)"', text, re.MULTILINE)
         return found[1] if found else ""
 
+    def impl(self) -> str:
+        """What computes attention on every rank. Raises ServerError when ranks differ."""
+        with self._errors():
+            ranks = self._ok(self._http.get("/v1/blasst/status")).json()["ranks"]
+            found = {str(rank["impl"]) for rank in ranks if rank.get("alive", True)}
+        if len(found) != 1:
+            names = ", ".join(sorted(found)) or "none"
+            raise ServerError(f"the ranks of {self.url} run {names}; one impl is needed")
+        return found.pop()
+
     def settled(self, before: Counters, prompt_tokens: int, timeout_s: float) -> Counters:
         """The counters once they show that `prompt_tokens` were prefilled after `before`.
 

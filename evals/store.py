@@ -8,13 +8,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from blasst.evals.errors import InputError
 
 Record = dict[str, Any]
+
+
+class Store(Protocol):
+    """Where a runner keeps records and looks for those that are there."""
+
+    def __contains__(self, key: str) -> bool: ...
+
+    def append(self, record: Record) -> None: ...
 
 
 class ResultStore:
@@ -23,6 +32,7 @@ class ResultStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[Record] = []
+        self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = open(path, "a+b", 0)  # noqa: SIM115 - held until close()
@@ -57,18 +67,19 @@ class ResultStore:
         """On disk when this returns. Raises InputError when it cannot be (disk full)."""
         line = json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n"
         rest = memoryview(line.encode())
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-            os.fsync(self._file.fileno())
-        except OSError as e:
-            raise InputError(
-                f"{self.path} cannot be written: {e.strerror}; what was measured before is in it, "
-                "the same command resumes"
-            ) from e
-        self.records.append(record)
-        if "key" in record:
-            self._keys.add(record["key"])
+        with self._lock:
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                os.fsync(self._file.fileno())
+            except OSError as e:
+                raise InputError(
+                    f"{self.path} cannot be written: {e.strerror}; what was measured before is in "
+                    "it, the same command resumes"
+                ) from e
+            self.records.append(record)
+            if "key" in record:
+                self._keys.add(record["key"])
 
     def close(self) -> None:
         self._file.close()

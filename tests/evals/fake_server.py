@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -46,6 +47,13 @@ class Fake:
     prompts: list[dict[str, Any]] = field(default_factory=list)
     puts: list[dict[str, Any]] = field(default_factory=list)
     delay_s: float = 0.0
+    curve: tuple[int, int, float, float] | None = None
+    """Tiles as a kernel makes them: query heads, tile_m, and a, b of lambda L = a exp(b s)."""
+    impl: str = "cpu"
+    start_id: int = 1
+    prefix_tokens: int = 0
+    prefix_hits: int = 0
+    known: set[tuple[int, ...]] = field(default_factory=set)
     at_once: int = 0
     most_at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -78,6 +86,9 @@ class Fake:
             if "changes-threshold" in self.faults:
                 self.generation += 1
             votes = skip_lambda is not None and "no-tiles" not in self.faults
+            if self.curve is not None and votes:
+                self.count_tiles(tokens, skip_lambda or 0.0)
+                return skip_lambda
             if votes or "dense-tiles" in self.faults:
                 for layer in range(LAYERS):
                     self.visited[layer] += tokens
@@ -85,6 +96,29 @@ class Fake:
             if "over-skips" in self.faults:
                 self.skipped[0] += 10 * tokens
             return skip_lambda
+
+    def count_tiles(self, tokens: int, skip_lambda: float) -> None:
+        assert self.curve is not None
+        heads, rows, a, b = self.curve
+        tiles = sum(-(-min((m + 1) * rows, tokens) // 128) for m in range(-(-tokens // rows)))
+        rate = math.log(max(skip_lambda * tokens / a, 1e-9)) / b
+        for layer in range(LAYERS):
+            self.visited[layer] += heads * tiles
+            self.skipped[layer] += int(heads * tiles * min(0.99, max(0.0, rate)))
+
+    def reads(self, prompt: list[int]) -> list[int]:
+        """The tokens that the model is given, under a fault other ones than were sent."""
+        if "drops-prefix" in self.faults:
+            return prompt[: -self.prefix_tokens]
+        if "two-starts" in self.faults:
+            return [self.start_id, *prompt]
+        if "no-start" in self.faults:
+            return prompt[1:]
+        if "cuts-the-front" in self.faults:
+            return [prompt[0], *prompt[200:]]
+        if "system-header" in self.faults:
+            return [prompt[0], *[90, 91, 92], *prompt[1:]]
+        return prompt
 
     def state(self) -> dict[str, Any]:
         unit = (self.threshold or {}).get("unit")
@@ -114,6 +148,8 @@ class Fake:
             for layer, number in enumerate(values):
                 tile = f'engine="0",rank="0",layer="{layer}",kv_head="0",model_name="m"'
                 lines.append(f"blasst_tiles_{kind}_total{{{tile}}} {float(number)}")
+        if "no-cache-metrics" not in self.faults:
+            lines.append(f'vllm:prefix_cache_hits_total{{engine="0"}} {float(self.prefix_hits)}')
         return "\n".join(lines) + "\n"
 
 
@@ -152,7 +188,12 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
         if "refuses" in fake.faults:
             error = {"error": {"message": "no room", "code": 400}}
             return JSONResponse(error, status_code=400)
+        if isinstance(body["prompt"], str):
+            return JSONResponse({"error": {"message": "text is not read here"}}, status_code=400)
         skip_lambda = fake.admit(body)
+        if "ignores-salts" in fake.faults and tuple(body["prompt"]) in fake.known:
+            fake.prefix_hits += len(body["prompt"]) // 16 * 16
+        fake.known.add(tuple(body["prompt"]))
         fake.at_once += 1
         fake.most_at_once = max(fake.most_at_once, fake.at_once)
         await asyncio.sleep(fake.delay_s)
@@ -161,7 +202,7 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
             return StreamingResponse(_stream(fake, body), media_type="text/event-stream")
         entry = [
             {str(t): {"logprob": -(0.1 + (skip_lambda or 0.0)), "rank": 1, "decoded_token": ""}}
-            for t in body["prompt"]
+            for t in fake.reads(body["prompt"])
         ]
         scores: list[Any] = [None, *entry[1:]]
         if "cuts-prompts" in fake.faults:
@@ -220,6 +261,10 @@ def _add_sidecar(app: FastAPI, fake: Fake) -> None:
         fake.min_context = body.get("min_context")
         fake.generation += 1
         return answer()
+
+    @app.get("/v1/blasst/status")
+    def status() -> dict[str, Any]:
+        return {"ranks": [{"impl": fake.impl, "alive": True}]}
 
     @app.get("/metrics")
     def metrics() -> Response:

@@ -130,7 +130,17 @@ def test_a_killed_process_resumes(
     write_samples(file, iter(samples))
     blasst = str(Path(sys.executable).with_name("blasst"))
     command = [blasst, "ruler", "run", "--samples", str(file), "--url", fake_url]
-    command += ["--sidecar", fake_url, "--mag", "dense", "1000", "--out", str(out)]
+    command += [
+        "--sidecar",
+        fake_url,
+        "--mag",
+        "dense",
+        "1000",
+        "--concurrency",
+        "1",
+        "--out",
+        str(out),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not out.exists() or out.read_bytes().count(b"\n") < 4:
         assert process.poll() is None
@@ -156,7 +166,7 @@ def test_a_terminated_process_puts_the_threshold_back(
     write_samples(file, iter(samples))
     blasst = str(Path(sys.executable).with_name("blasst"))
     command = [blasst, "ruler", "run", "--samples", str(file), "--url", fake_url]
-    command += ["--sidecar", fake_url, "--mag", "1000", "--out", str(out)]
+    command += ["--sidecar", fake_url, "--mag", "1000", "--concurrency", "1", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while not fake.puts:
         assert process.poll() is None

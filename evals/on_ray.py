@@ -1,0 +1,109 @@
+"""The same over a Ray cluster: endpoints that only its nodes can reach are measured from there.
+
+Ray is an engine that exists; nothing here schedules. It is loaded only when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blasst.evals.client import Completions
+from blasst.evals.errors import InputError
+from blasst.evals.progress import Progress
+from blasst.evals.runner import Runner, RunOptions
+from blasst.evals.scaleout import share_out
+from blasst.evals.sidecar import Sidecar
+from blasst.evals.store import Record, ResultStore
+from blasst.evals.sweep import Group, Plan, announce, count_pending, pending_in, run_group
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server and its sidecar, as the node that measures reaches them."""
+
+    url: str
+    sidecar: str
+    token: str = ""
+    timeout_s: float = 600.0
+
+
+class _Memory:
+    """A store of one task: what it holds travels back to the driver."""
+
+    def __init__(self, done: frozenset[str]) -> None:
+        self._done = done
+        self.records: list[Record] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._done
+
+    def append(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def measure_group(
+    endpoint: Endpoint, group: Group, options: RunOptions, name: str | None, done: frozenset[str]
+) -> list[Record]:
+    """On any node: the missing records of one group. The threshold is put back."""
+    client = Completions(endpoint.url, timeout_s=endpoint.timeout_s)
+    sidecar = Sidecar(endpoint.sidecar, token=endpoint.token)
+    try:
+        memory = _Memory(done)
+        runner = Runner(client, sidecar, memory, options, name)
+        try:
+            run_group(runner, group, Progress(0, quiet=True), None, boxed=False)
+        finally:
+            runner.restore()
+        return memory.records
+    finally:
+        client.close()
+        sidecar.close()
+
+
+def run_on_ray(
+    endpoints: Sequence[Endpoint],
+    plan: Plan,
+    store: ResultStore,
+    options: RunOptions,
+    progress: Progress,
+    *,
+    name: str | None = None,
+    address: str | None = None,
+) -> int:
+    """As run_everywhere. address: of the cluster; None: Ray's own choice, "local": this process.
+
+    Raises InputError without the package ray.
+    """
+    try:
+        import ray
+    except ImportError as e:
+        raise InputError("--ray needs the package ray (pip install ray), or leave it out") from e
+    first = endpoints[0]
+    client, sidecar = Completions(first.url), Sidecar(first.sidecar, token=first.token)
+    runner = Runner(client, sidecar, store, options, name)
+    pending = announce(runner, plan, progress)
+    try:
+        _start(ray, address)
+        remote = ray.remote(measure_group)
+
+        def work(number: int, group: Group) -> None:
+            done = frozenset(r["key"] for r in store.records if "key" in r)
+            records = ray.get(remote.remote(endpoints[number], group, options, name, done))
+            for record in records:
+                store.append(record)
+                progress.step(f"{group.task} at {group.length}")
+
+        groups = [g for g in plan.groups() if pending_in(runner, g)]
+        share_out(groups, len(endpoints), work)
+        return pending - count_pending(runner, plan)
+    finally:
+        client.close()
+        sidecar.close()
+
+
+def _start(ray: Any, address: str | None) -> None:
+    if not ray.is_initialized():
+        local = {"local_mode": True} if address == "local" else {"address": address}
+        ray.init(log_to_driver=False, include_dashboard=False, **local)
