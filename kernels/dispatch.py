@@ -24,6 +24,7 @@ logger = logging.getLogger("blasst.kernels")
 
 AUTO = "auto"
 _MODULES = {
+    Impl.BLACKWELL: "blasst.kernels.blackwell.launch",
     Impl.HOPPER: "blasst.kernels.hopper.launch",
     Impl.TRITON: "blasst.kernels.triton.launch",
     Impl.CPU: "blasst.kernels.cpu",

@@ -29,6 +29,10 @@ def own_geometry(problem: Problem, impl: Impl) -> Geometry:
         from blasst.kernels.hopper.launch import geometry_of
 
         return geometry_of(problem)
+    if impl is Impl.BLACKWELL:
+        from blasst.kernels.blackwell.launch import geometry_of as blackwell_geometry
+
+        return blackwell_geometry(problem)
     return Geometry()
 
 
@@ -84,11 +88,13 @@ def _package(module: str, distribution: str) -> list[str]:
 
 
 def _blackwell(problem: Problem) -> list[str]:
-    reasons = _head_dim(problem)
-    reasons += _device(problem, "compute capability 10.0 or 10.3", lambda c: c[0] == 10)
-    if problem.dtype == "float32":
-        reasons.append("dtype float32 has no tensor-core path, give bfloat16 or float16")
-    return [*reasons, "the blackwell kernel is not built in this release"]
+    reasons = _device(problem, "compute capability 10.0 or 10.3", lambda c: c[0] == 10)
+    if reasons:
+        return reasons
+    reasons += _package("cutlass", "nvidia-cutlass-dsl")
+    from blasst.kernels.blackwell.launch import problem_reasons
+
+    return reasons + problem_reasons(problem)
 
 
 def _hopper(problem: Problem) -> list[str]:

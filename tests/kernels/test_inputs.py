@@ -229,10 +229,14 @@ def tool_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tool_chains")
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
 def test_gpu_kernels_run_where_they_are_built_for(capability: tuple[int, int]) -> None:
     problem = replace(GPU_PROBLEM, capability=capability)
-    for impl, fits in ((Impl.HOPPER, capability == (9, 0)), (Impl.TRITON, capability >= (8, 0))):
+    for impl, fits in (
+        (Impl.BLACKWELL, capability[0] == 10),
+        (Impl.HOPPER, capability == (9, 0)),
+        (Impl.TRITON, capability >= (8, 0)),
+    ):
         reasons = unsupported_reasons(problem, impl)
         assert (not reasons) == fits
         told = f"the GPU has compute capability {capability[0]}.{capability[1]}, it needs"
@@ -247,6 +251,11 @@ def test_gpu_kernels_run_where_they_are_built_for(capability: tuple[int, int]) -
         ({"head_dim": 96}, "hopper", "head_dim 96 is not one of 64, 128"),
         ({"dtype": "float32"}, "hopper", "dtype float32 is not one of bfloat16, float16"),
         ({"geometry": Geometry(128, 128)}, "hopper", "votes on 64 x 128, not on 128 x 128"),
+        ({"page_size": 24}, "blackwell", "page_size 24 is not a multiple of 16"),
+        ({"head_dim": 96}, "blackwell", "head_dim 96 is not one of 64, 128"),
+        ({"dtype": "float32"}, "blackwell", "dtype float32 is not one of bfloat16, float16"),
+        ({"geometry": Geometry(64, 128)}, "blackwell", "votes on 128 x 128, not on 64 x 128"),
+        ({"block_mask": True}, "blackwell", "block masks are not in this kernel"),
         ({"head_dim": 96}, "triton", "head_dim 96 is not one of 64, 128"),
         ({"dtype": "float32"}, "triton", "dtype float32 is not one of bfloat16, float16"),
         ({"geometry": Geometry(8, 64)}, "triton", "tile_m 8 is not one of 16, 32, 64, 128"),
@@ -255,14 +264,20 @@ def test_gpu_kernels_run_where_they_are_built_for(capability: tuple[int, int]) -
 def test_gpu_kernels_are_refused_with_the_reason(
     changes: dict[str, Any], impl: str, reason: str
 ) -> None:
+    capability = (10, 0) if impl == "blackwell" else (9, 0)
+    problem = replace(GPU_PROBLEM, capability=capability, **changes)
     with pytest.raises(UnsupportedError, match=f"{impl}: .*{reason}"):
-        choose(replace(GPU_PROBLEM, **changes), impl)
+        choose(problem, impl)
 
 
 def test_a_missing_tool_chain_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for impl, package in ((Impl.HOPPER, "nvidia-cutlass-dsl"), (Impl.TRITON, "triton")):
-        (reason,) = unsupported_reasons(GPU_PROBLEM, impl)
+    for impl, package, capability in (
+        (Impl.BLACKWELL, "nvidia-cutlass-dsl", (10, 0)),
+        (Impl.HOPPER, "nvidia-cutlass-dsl", (9, 0)),
+        (Impl.TRITON, "triton", (9, 0)),
+    ):
+        (reason,) = unsupported_reasons(replace(GPU_PROBLEM, capability=capability), impl)
         assert reason == f"the package {package} is not installed; install blasst[cuda]"
 
 
@@ -272,6 +287,9 @@ def test_the_geometry_is_the_implementations_own_unless_it_is_given() -> None:
     assert choose(GPU_PROBLEM).impl is Impl.HOPPER
     assert own_geometry(GPU_PROBLEM, Impl.HOPPER) == Geometry(64, 128)
     assert own_geometry(PROBLEM, Impl.CPU) == own_geometry(GPU_PROBLEM, Impl.TRITON) == Geometry()
+    newer = replace(GPU_PROBLEM, capability=(10, 0))
+    assert choose(newer).impl is Impl.BLACKWELL
+    assert own_geometry(newer, Impl.BLACKWELL) == Geometry(128, 128)
     other = choose(replace(GPU_PROBLEM, geometry=Geometry(128, 128)))
     assert other.impl is Impl.TRITON
     assert "votes on 64 x 128, not on 128 x 128" in str(other)

@@ -34,7 +34,11 @@ NEEDS_VLLM = {
 DEVICE_CODE = (
     "blasst.kernels.triton.device",
     "blasst.kernels.cute.",
-    *(f"blasst.kernels.hopper.{m}" for m in ("compile", "consume", "epilogue", "load", "prefill")),
+    *(f"blasst.kernels.hopper.{m}" for m in ("compile", "consume", "epilogue", "prefill")),
+    *(
+        f"blasst.kernels.blackwell.{m}"
+        for m in ("compile", "correction", "edges", "epilogue", "mma", "prefill", "softmax")
+    ),
 )
 """Modules that hold kernels; the launch module beside each loads them on demand."""
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from blasst.kernels.cute.host import layout_reasons
 from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.hopper.config import ROWS, WARPGROUP, Config
-from blasst.kernels.hopper.launch import config_for, config_reasons, layout_reasons, prefill
+from blasst.kernels.hopper.launch import config_for, config_reasons, prefill
 from blasst.kernels.types import RaggedKV
 
 SHARED_MEMORY = 232448  # bytes of a block on compute capability 9.0

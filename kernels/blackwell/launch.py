@@ -1,0 +1,57 @@
+"""Host side of the Blackwell kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from blasst.kernels.blackwell.config import ROWS, Config
+from blasst.kernels.call import Call
+from blasst.kernels.cute.host import Inputs, choice_reasons, problem_choices
+from blasst.kernels.types import Geometry, Problem
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+PAGE_UNIT = 16  # keys: the smallest window that a copy brings
+
+
+def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
+    """The implementation "blackwell" of prefill_attention."""
+    return prefill(Inputs.of(call, out, counters))
+
+
+def prefill(inputs: Inputs) -> torch.Tensor:
+    """Fills inputs.out, returns lse."""
+    config = Config(**inputs.choices())
+    return inputs.start(config_reasons(config), lambda: _compiled(config))
+
+
+def _compiled(config: Config) -> Any:
+    from blasst.kernels.blackwell.compile import compile_prefill
+
+    return compile_prefill(config)
+
+
+def config_reasons(config: Config) -> list[str]:
+    """Why there is no kernel for it; empty: there is one."""
+    reasons = choice_reasons(dtype=(config.dtype, DTYPES), head_dim=(config.head_dim, HEAD_DIMS))
+    if config.page_size % PAGE_UNIT:
+        reasons.append(f"page_size {config.page_size} is not a multiple of {PAGE_UNIT}")
+    return reasons
+
+
+def geometry_of(problem: Problem) -> Geometry:
+    """The group that votes: one query tile."""
+    return Geometry(ROWS, Config(**problem_choices(problem)).tile_n)
+
+
+def problem_reasons(problem: Problem) -> list[str]:
+    """Why there is no kernel for a problem, whatever the GPU; empty: there is one."""
+    reasons = config_reasons(Config(**problem_choices(problem)))
+    if problem.block_mask:
+        reasons.append("block masks are not in this kernel")
+    own = geometry_of(problem)
+    if problem.geometry not in (None, own):
+        reasons.append(f"it votes on {own}, not on {problem.geometry}")
+    return reasons
