@@ -1,7 +1,6 @@
 """Clock reads of warps, kept by visit and step; a Trace without a buffer compiles to nothing."""
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -10,29 +9,8 @@ from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-
-class Step(IntEnum):
-    """What has just ended when it is marked; a step that a visit leaves out is not marked.
-
-    START ends nothing. WAIT_*: for keys, values, scores (Q @ K.T), P @ V, or an empty stage.
-    """
-
-    START = 0
-    WAIT_KEYS = 1
-    ISSUE = 2
-    WAIT_SCORES = 3
-    MAX = 4
-    VOTE = 5
-    EXP2 = 6
-    WAIT_PV = 7
-    STORE_P = 8
-    WAIT_VALUES = 9
-    WAIT_EMPTY = 10
-    LOAD = 11
-    OUTPUT = 12
-
-
-STEPS = 16  # places of a visit in the buffer
+from blasst.kernels.instruments.steps import STEPS as STEPS
+from blasst.kernels.instruments.steps import Step as Step
 
 
 @dataclass(frozen=True)
