@@ -69,19 +69,12 @@ def dialled_inputs(
         [_choose_low(visited, skippable, skip_rate, generator) for _ in range(num_kv_heads)]
     )
     total = seqlen + context
-    n_blocks = low.shape[1]
-    level = torch.where(low, torch.arange(n_blocks) - n_blocks, 0)
-    key_level = level.repeat_interleave(geometry.tile_n, 1)[:, :total].t()
     q = torch.randn(seqlen, num_heads, head_dim, generator=generator)
     k = torch.randn(total, num_kv_heads, head_dim, generator=generator)
     v = torch.randn(total, num_kv_heads, head_dim, generator=generator)
-    to_log2 = head_dim**-0.5 * LOG2_E
-    q *= (_NOISE / (to_log2 * (head_dim - 2) ** 0.5)) ** 0.5
-    k *= (_NOISE / (to_log2 * (head_dim - 2) ** 0.5)) ** 0.5
-    # Two columns hold the level as small whole numbers, which are exact in every dtype.
-    q[..., :2] = _STEP / to_log2
-    k[..., 0] = (key_level // _FINE * _FINE).float()
-    k[..., 1] = (key_level % _FINE).float()
+    tame_queries(q)
+    tame_keys(k)
+    lower(k, low, geometry)
     return Dialled(
         q=q.to(options.dtype),
         kv=RaggedKV(k.to(options.dtype), v.to(options.dtype), cumulative([total])),
@@ -91,6 +84,47 @@ def dialled_inputs(
         skipped=skippable & low[:, None],
         low=low,
         geometry=geometry,
+    )
+
+
+def tame_queries(q: torch.Tensor) -> None:
+    """Random queries become ones that see the levels of keys, and little else. In place."""
+    _tame(q)
+    q[..., :2] = _STEP / (q.shape[-1] ** -0.5 * LOG2_E)
+
+
+def tame_keys(k: torch.Tensor) -> None:
+    """Random keys become ones at level 0. In place."""
+    _tame(k)
+    k[..., :2] = 0.0
+
+
+def _tame(t: torch.Tensor) -> None:
+    dim = t.shape[-1]
+    t *= (_NOISE / (dim**-0.5 * LOG2_E * (dim - 2) ** 0.5)) ** 0.5
+
+
+def lower(k: torch.Tensor, low: torch.Tensor, geometry: Geometry) -> None:
+    """Put tame keys [total, num_kv_heads, head_dim] at the levels of `low`. In place.
+
+    low: bool [num_kv_heads, n_blocks], on k's device.
+    """
+    n_blocks = low.shape[1]
+    level = torch.where(low, torch.arange(n_blocks, device=low.device) - n_blocks, 0)
+    key_level = level.repeat_interleave(geometry.tile_n, 1)[:, : k.shape[0]].t()
+    # Two columns hold the level as small whole numbers, which are exact in every dtype.
+    k[..., 0] = (key_level // _FINE * _FINE).to(k.dtype)
+    k[..., 1] = (key_level % _FINE).to(k.dtype)
+
+
+def low_blocks(
+    seqlen: int, num_kv_heads: int, skip_rate: float, geometry: Geometry, seed: int = 0
+) -> torch.Tensor:
+    """bool [num_kv_heads, n_blocks]: what a causal prompt must hold low to skip that share."""
+    visited, skippable = _reach(seqlen, 0, True, geometry)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack(
+        [_choose_low(visited, skippable, skip_rate, generator) for _ in range(num_kv_heads)]
     )
 
 

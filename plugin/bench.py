@@ -21,22 +21,25 @@ from typing import Any
 
 from blasst.kernels.exchange.layout import RANK
 from blasst.kernels.exchange.stats import iter_stats
-
-ENGINE_ENV = {
-    # One process: no transport between the clock and the engine.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_BLASST_MIN_CONTEXT": "1",
-    "VLLM_BLASST_STATS_INTERVAL_S": "0.05",
-}
+from blasst.plugin.bench_engines import (
+    ENVIRONMENT,
+    GRAPHS,
+    STATS_INTERVAL_S,
+    make_engine,
+    stock_backend,
+    write_llama,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 measured, 2 bad usage (argparse)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("overhead", "skip-rate"))
-    parser.add_argument("model", help="a Hugging Face folder")
+    parser.add_argument(
+        "model", help="a Hugging Face folder, or llama-8b: that shape with dummy weights"
+    )
+    parser.add_argument("--graphs", choices=list(GRAPHS), default="eager", help="what is captured")
+    parser.add_argument("--batch", type=int, default=1, help="prompts at once (default: 1)")
     parser.add_argument(
         "--lengths", default="2048", help="prompt lengths in tokens, comma separated"
     )
@@ -48,11 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--prompts", type=Path, help="JSONL of `blasst ruler generate`, instead of random ids"
     )
     args = parser.parse_args(argv)
-    os.environ.update(ENGINE_ENV)
+    os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     lengths = [int(x) for x in args.lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="blasst-bench-") as state:
         os.environ["VLLM_BLASST_STATE_DIR"] = state
+        args.dummy = args.model == "llama-8b"
+        if args.dummy:
+            args.model = str(write_llama(Path(state) / "model", args.dtype))
         result = (
             _overhead(args, lengths)
             if args.what == "overhead"
@@ -64,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _overhead(args: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
-    stock_name = "CPU_ATTN" if _on_cpu() else "FLASH_ATTN"
+    stock_name = stock_backend()
     engines = {
         "stock": _engine(args, lengths, stock_name),
         "blasst": _engine(args, lengths, "blasst"),
@@ -77,14 +83,14 @@ def _overhead(args: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any
             texts: dict[str, list[Any]] = {name: [] for name in engines}
             for i, prompt in enumerate(prompts):
                 for name in sorted(engines, reverse=bool(i & 1)):
-                    seconds, output = _timed(engines[name], prompt, tokens)
+                    seconds, output = _timed(engines[name], [prompt] * args.batch, tokens)
                     texts[name].append(output)
                     if i:  # the first round warms up
                         times[name].append(seconds)
             row: dict[str, Any] = {"prompt_tokens": length, "figure": kind}
             for name, values in times.items():
                 median = statistics.median(values)
-                row[name] = median if kind == "ttft_s" else (tokens - 1) / median
+                row[name] = median if kind == "ttft_s" else args.batch * (tokens - 1) / median
             ratios = [b / s for b, s in zip(times["blasst"], times["stock"], strict=True)]
             row["time_ratio_median"] = statistics.median(ratios)
             row["time_ratio_range"] = [min(ratios), max(ratios)]
@@ -100,13 +106,13 @@ def _skip_rate(args: argparse.Namespace, lengths: Sequence[int], state: str) -> 
     rows = []
     for length in lengths:
         prompts = _prompts(args, length, args.repeats + 1)
-        _timed(engine, prompts[0], 1)
+        _timed(engine, prompts[:1], 1)
         cells: dict[float | None, list[float]] = {mag: [] for mag in mags}
         tiles = {mag: [0, 0] for mag in mags}
         before = _tiles(Path(state) / "stats")
         for i, prompt in enumerate(prompts[1:]):
             for mag in mags[i % len(mags) :] + mags[: i % len(mags)]:
-                seconds, _ = _timed(engine, prompt, 1, mag)
+                seconds, _ = _timed(engine, [prompt], 1, mag)
                 after = _tiles(Path(state) / "stats")
                 cells[mag].append(seconds)
                 tiles[mag] = [t + a - b for t, a, b in zip(tiles[mag], after, before, strict=True)]
@@ -128,50 +134,47 @@ def _skip_rate(args: argparse.Namespace, lengths: Sequence[int], state: str) -> 
 
 
 def _engine(args: argparse.Namespace, lengths: Sequence[int], backend: str) -> Any:
-    from vllm import LLM
-
-    return LLM(
+    return make_engine(
         args.model,
+        backend,
+        args.graphs,
+        dummy=args.dummy,
         dtype=args.dtype,
         max_model_len=max(lengths) + (0 if args.prompts else args.decode_tokens + 8),
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-        attention_backend=backend,
-        disable_log_stats=True,
+        max_num_seqs=max(4, args.batch),
     )
 
 
 def _timed(
-    engine: Any, prompt: list[int], tokens: int, mag: float | None = None
+    engine: Any, prompts: list[list[int]], tokens: int, mag: float | None = None
 ) -> tuple[float, Any]:
+    """Seconds until the last prompt has its tokens, and the tokens. Of more than one token the
+    time of the first is taken off: what is left is decoding, of prompts cut to 16 tokens."""
     from vllm import SamplingParams
 
-    def params(max_tokens: int) -> Any:
-        return SamplingParams(
+    def generate(max_tokens: int) -> tuple[float, Any]:
+        params = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
             ignore_eos=True,
             extra_args=None if mag is None else {"blasst_mag": mag},
         )
+        given = [{"prompt_token_ids": p if tokens == 1 else p[:16]} for p in prompts]
+        started = time.perf_counter()
+        outputs = engine.generate(given, params, use_tqdm=False)
+        return time.perf_counter() - started, [list(o.outputs[0].token_ids) for o in outputs]
 
-    if tokens > 1:  # decode speed: the prefill is short, and its token is not counted
-        prompt = prompt[:16]
-        engine.generate({"prompt_token_ids": prompt}, params(1), use_tqdm=False)
-        started = time.perf_counter()
-        (out,) = engine.generate({"prompt_token_ids": prompt}, params(1), use_tqdm=False)
-        first = time.perf_counter() - started
-        started = time.perf_counter()
-        (out,) = engine.generate({"prompt_token_ids": prompt}, params(tokens), use_tqdm=False)
-        return time.perf_counter() - started - first, list(out.outputs[0].token_ids)
-    started = time.perf_counter()
-    (out,) = engine.generate({"prompt_token_ids": prompt}, params(1), use_tqdm=False)
-    return time.perf_counter() - started, list(out.outputs[0].token_ids)
+    if tokens == 1:
+        return generate(1)
+    generate(1)
+    first, _ = generate(1)
+    seconds, found = generate(tokens)
+    return seconds - first, found
 
 
 def _tiles(folder: Path) -> tuple[int, int]:
     """(visited, skipped) over all ranks, once the pages have caught up with the last step."""
-    time.sleep(4 * float(ENGINE_ENV["VLLM_BLASST_STATS_INTERVAL_S"]))
+    time.sleep(4 * STATS_INTERVAL_S)
     flat = [page.arrays["tiles"] for page in iter_stats(folder, RANK)]
     return int(sum(sum(t[0::2]) for t in flat)), int(sum(sum(t[1::2]) for t in flat))
 
@@ -186,14 +189,10 @@ def _prompts(args: argparse.Namespace, length: int, count: int) -> list[list[int
                 f"tokens, {count} are needed; generate more or lower --repeats"
             )
         return sorted(found, key=len, reverse=True)[:count]
+    vocabulary = int(json.loads((Path(args.model) / "config.json").read_text())["vocab_size"])
     rng = random.Random(length)
-    return [[rng.randrange(100, 4000) for _ in range(length)] for _ in range(count)]
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
+    top = min(4000, vocabulary)
+    return [[rng.randrange(top // 4, top) for _ in range(length)] for _ in range(count)]
 
 
 if __name__ == "__main__":

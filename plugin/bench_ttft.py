@@ -1,0 +1,260 @@
+"""Time to first token on a GPU: vLLM's stock backend against ours at chosen skip rates.
+
+    python -P -m blasst.plugin.bench_ttft --lengths 16384,65536 --out FOLDER
+Two engines of one process take turns, on dummy weights of a Llama-3.1-8B shape; `dial` shapes their
+keys. Writes ttft.json after every length and ttft.md at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blasst.kernels.exchange.layout import RANK
+from blasst.kernels.exchange.stats import iter_stats
+from blasst.plugin.bench_engines import (
+    ENVIRONMENT,
+    STATS_INTERVAL_S,
+    make_engine,
+    stock_backend,
+    write_llama,
+)
+
+REHEARSAL = 8
+"""Fewer layers than these are narrow ones, for a machine without a GPU."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """name: as in the table; engine: stock or ours; rate: what is dialled; vote: a lambda is
+    asked for; dense: our kernel built without a vote, which no request can ask for."""
+
+    name: str
+    engine: str
+    rate: float = 0.0
+    vote: bool = False
+    dense: bool = False
+
+
+@dataclass
+class Cell:
+    """One line of the table. ttft_s: of the last of `batch` prompts; medians over the rounds."""
+
+    tokens: int
+    batch: int
+    contender: str
+    ttft_s: float
+    over_stock: float
+    skip_rate: float | None
+    times_s: list[float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 measured, 2 bad usage (argparse)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--lengths", default="4096,16384,65536", help="prompt tokens, comma separated")
+    add("--batches", default="1", help="prompts at once, comma separated")
+    add("--rates", default="0,0.5,0.75,0.85,0.95", help="skip rates to dial")
+    add("--rounds", type=int, default=3, help="timed rounds (default: 3), after one to warm up")
+    add("--block-size", type=int, default=None, help="tokens of a cache page (default: vLLM's)")
+    add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
+    add("--layers", type=int, default=32)
+    add("--heads", default="32,8,128", help="q heads, kv heads, head_dim (default: 32,8,128)")
+    add("--dtype", default="bfloat16")
+    add("--budget-s", type=float, default=1e9, help="begin no round after this many seconds")
+    add("--no-dense", action="store_true", help="leave out our kernel without a vote")
+    add("--out", type=Path, required=True, help="folder for ttft.json and ttft.md")
+    args = parser.parse_args(argv)
+    os.environ.update(ENVIRONMENT)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="blasst-ttft-") as folder:
+        os.environ["VLLM_BLASST_STATE_DIR"] = folder
+        _run(args, Path(folder))
+    return 0
+
+
+def _run(args: argparse.Namespace, folder: Path) -> None:
+    import torch
+
+    from blasst.kernels.types import Geometry
+    from blasst.plugin.dial import Dial
+
+    started = time.monotonic()
+    lengths = [int(x) for x in args.lengths.split(",")]
+    heads = tuple(int(x) for x in args.heads.split(","))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engines = _engines(args, folder, lengths)
+    report: dict[str, Any] = {
+        "where": _where(args),
+        "start_s": time.monotonic() - started,
+        "cells": [],
+    }
+    dtype = getattr(torch, args.dtype)
+    dial = Dial((heads[0], heads[1], heads[2]), args.chunk, max(lengths), dtype, device)
+    geometry = Geometry(64, 128) if device == "cuda" else Geometry()
+    cells: list[Cell] = []
+    with dial.installed():
+        for tokens in lengths:
+            for batch in (int(b) for b in args.batches.split(",")):
+                run = _Runner(engines, dial, geometry, folder / "stats", tokens, batch)
+                cells += run.cells(args, lambda: time.monotonic() - started > args.budget_s)
+                report["cells"] = [asdict(c) for c in cells]
+                (args.out / "ttft.json").write_text(json.dumps(report, indent=1))
+                (args.out / "ttft.md").write_text(markdown(cells, report["where"]))
+    print(markdown(cells, report["where"]), flush=True)
+
+
+def contenders(args: argparse.Namespace) -> list[Contender]:
+    """Who takes part, in the order of the table."""
+    rates = [float(x) for x in args.rates.split(",")]
+    found = [Contender("stock", "stock"), Contender("ours, no threshold", "ours")]
+    if not args.no_dense:
+        found.append(Contender("ours, dense kernel", "ours", vote=True, dense=True))
+    return found + [Contender(f"ours, skip {r:.0%}", "ours", r, vote=True) for r in rates]
+
+
+class _Runner:
+    """One length and batch size."""
+
+    def __init__(
+        self, engines: dict[str, Any], dial: Any, geometry: Any, stats: Path, *size: int
+    ) -> None:
+        self.engines, self.dial, self.geometry, self.stats = engines, dial, geometry, stats
+        self.tokens, self.batch = size
+
+    def cells(self, args: argparse.Namespace, late: Callable[[], bool]) -> list[Cell]:
+        everyone = contenders(args)
+        times: dict[str, list[float]] = {c.name: [] for c in everyone}
+        skips: dict[str, float | None] = {}
+        for i in range(args.rounds + 1):
+            if i > 1 and late():
+                break
+            for c in everyone:
+                self.dial.turn(c.rate, self.tokens, self.geometry)
+                before = self._tiles() if not i and c.vote else None
+                seconds = self._time(c)
+                if before is not None:
+                    visited, skipped = (a - b for a, b in zip(self._tiles(), before, strict=True))
+                    skips[c.name] = skipped / visited if visited else None
+                if i:
+                    times[c.name].append(seconds)
+                print(f"{self.tokens} x {self.batch} {c.name}: {seconds:.4f} s", flush=True)
+        stock = statistics.median(times["stock"])
+        return [
+            Cell(
+                self.tokens,
+                self.batch,
+                c.name,
+                statistics.median(times[c.name]),
+                statistics.median(times[c.name]) / stock,
+                skips.get(c.name),
+                times[c.name],
+            )
+            for c in everyone
+        ]
+
+    def _time(self, contender: Contender) -> float:
+        from vllm import SamplingParams
+
+        from blasst.plugin.dial import DIALLED_LAMBDA
+
+        extra = {"blasst_lambda": DIALLED_LAMBDA} if contender.vote else None
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=extra)
+        prompt = {"prompt_token_ids": [17] * self.tokens}
+        engine = self.engines[contender.engine]
+        with _without_vote() if contender.dense else nullcontext():
+            started = time.perf_counter()
+            engine.generate([prompt] * self.batch, params, use_tqdm=False)
+            return time.perf_counter() - started
+
+    def _tiles(self) -> tuple[int, int]:
+        time.sleep(4 * STATS_INTERVAL_S)
+        flat = [page.arrays["tiles"] for page in iter_stats(self.stats, RANK)]
+        return int(sum(sum(t[0::2]) for t in flat)), int(sum(sum(t[1::2]) for t in flat))
+
+
+def _without_vote() -> AbstractContextManager[None]:
+    """Our kernel built without a vote; no threshold leads there, for vLLM's own is dense too."""
+    from blasst.kernels.plan import Batch, Plan
+    from blasst.plugin.dial import replaced
+
+    real = Plan.run
+
+    def dense(self: Plan, q: Any, kv: Any, ends: Any, batch: Batch, **given: Any) -> Any:
+        without = Batch(batch.requests, None)
+        return real(self, q, kv, ends, without, **(given | {"skip_lambda": None, "counters": None}))
+
+    return replaced(Plan, run=dense)
+
+
+def _engines(args: argparse.Namespace, folder: Path, lengths: Sequence[int]) -> dict[str, Any]:
+    heads = [int(x) for x in args.heads.split(",")]
+    changes: dict[str, Any] = {
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+    }
+    if args.layers < REHEARSAL:
+        changes |= {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512}
+        changes |= {"bos_token_id": 1, "eos_token_id": 2}
+    model = write_llama(folder / "model", args.dtype, **changes)
+    options: dict[str, Any] = {} if args.block_size is None else {"block_size": args.block_size}
+    return {
+        name: make_engine(
+            model,
+            backend,
+            "eager",
+            dummy=True,
+            dtype=args.dtype,
+            max_model_len=max(lengths) + 1,
+            max_num_batched_tokens=args.chunk,
+            max_num_seqs=16,
+            **options,
+        )
+        for name, backend in (("stock", stock_backend()), ("ours", "blasst"))
+    }
+
+
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    shown = {k: v for k, v in vars(args).items() if k != "out"}
+    return {"gpu": gpu, "torch": torch.__version__, "vllm": vllm.__version__, **shown}
+
+
+def markdown(cells: Sequence[Cell], where: dict[str, Any]) -> str:
+    """One table; ratios over the stock backend of the same rounds."""
+    lines = [
+        f"{where['gpu']}, vLLM {where['vllm']}, torch {where['torch']}, chunks of "
+        f"{where['chunk']} tokens, pages of {where['block_size'] or 'the default size'}",
+        "",
+        "| prompt | at once | contender | skipped | TTFT, ms | over stock | rounds |",
+        "|--:|--:|---|--:|--:|--:|--:|",
+    ]
+    for c in cells:
+        skipped = "" if c.skip_rate is None else f"{c.skip_rate:.1%}"
+        lines.append(
+            f"| {c.tokens} | {c.batch} | {c.contender} | {skipped} | {1e3 * c.ttft_s:.1f} | "
+            f"{c.over_stock:.3f} | {len(c.times_s)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""What must hold when a GPU serves with the backend: tokens, skip counts, no waits for the device.
+
+    python -P -m blasst.plugin.check_gpu MODEL --short FILE --long FILE --out FOLDER
+FILEs: JSONL of `blasst ruler generate`. Writes check.json after every step; a step that fails is
+written down with its error and the next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from blasst.kernels.exchange.layout import RANK
+from blasst.kernels.exchange.stats import iter_stats
+from blasst.plugin.bench_engines import (
+    ENVIRONMENT,
+    STATS_INTERVAL_S,
+    make_engine,
+    stock_backend,
+)
+from blasst.plugin.dial import replaced
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 every step ran and held, 1 one did not, 2 bad usage (argparse)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", help="a Hugging Face folder")
+    add("--short", type=Path, required=True, help="prompts whose tokens are compared")
+    add("--long", type=Path, required=True, help="prompts whose skip rate is measured")
+    add("--mags", default="14000,10000,7000,4500,2500,1500,1000")
+    add("--graphs", default="decode", help="eager, decode or default; comma separated: all of them")
+    add("--steps", default="tokens,counts,skips,waits", help="which steps, in this order")
+    add("--dtype", default="bfloat16")
+    add("--max-tokens", type=int, default=8, help="of an answer (default: 8)")
+    add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
+    add("--out", type=Path, required=True, help="folder for check.json")
+    args = parser.parse_args(argv)
+    os.environ.update(ENVIRONMENT)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="blasst-check-") as folder:
+        os.environ["VLLM_BLASST_STATE_DIR"] = folder
+        held = _Check(args, Path(folder) / "stats").run()
+    return 0 if held else 1
+
+
+class _Check:
+    def __init__(self, args: argparse.Namespace, stats: Path) -> None:
+        self.args, self.stats = args, stats
+        self.short = _prompts(args.short)
+        self.long = _prompts(args.long)
+        self.result: dict[str, Any] = {"prompts": [len(self.short), len(self.long)]}
+        self.held = True
+
+    def run(self) -> bool:
+        for graphs in self.args.graphs.split(","):
+            engines = {
+                "stock": self.engine(stock_backend(), graphs),
+                "ours": self.engine("blasst", graphs),
+            }
+            for name in self.args.steps.split(","):
+                self.step(f"{name}, {graphs}", partial(getattr(self, name), engines))
+            del engines
+            gc.collect()
+        return self.held
+
+    def step(self, name: str, what: Callable[[], dict[str, Any]]) -> None:
+        started = time.monotonic()
+        try:
+            found = what()
+        except Exception as e:
+            traceback.print_exc()
+            found = {"held": False, "error": f"{type(e).__name__}: {e}"[:2000]}
+        self.held &= bool(found["held"])
+        found["seconds"] = round(time.monotonic() - started, 1)
+        self.result[name] = found
+        (self.args.out / "check.json").write_text(json.dumps(self.result, indent=1))
+        print(f"{name}: {json.dumps(found)[:1500]}", flush=True)
+
+    def tokens(self, engines: dict[str, Any]) -> dict[str, Any]:
+        """Greedy tokens: the stock backend twice, ours without a threshold, ours at lambda 0."""
+        stock = self.answers(engines["stock"], self.short)
+        runs = {
+            "stock again": self.answers(engines["stock"], self.short),
+            "no threshold": self.answers(engines["ours"], self.short),
+            "lambda 0": self.answers(engines["ours"], self.short, blasst_lambda=0),
+        }
+        differ = {
+            name: sum(a != b for a, b in zip(stock, run, strict=True)) for name, run in runs.items()
+        }
+        visited, skipped = self.tiles()
+        alone = min(40, len(self.short))
+        asked: dict[str, dict[str, Any]] = {"no threshold": {}, "lambda 0": {"blasst_lambda": 0}}
+        for name, extra in asked.items():
+            differ[f"{name}, one by one"] = sum(
+                self.answers(engines["stock"], [p]) != self.answers(engines["ours"], [p], **extra)
+                for p in self.short[:alone]
+            )
+        return {
+            "held": differ["no threshold"] == 0 and visited > 0 and skipped == 0,
+            "differ": differ,
+            "prompts": len(stock),
+            "prompts one by one": alone,
+            "tiles": [visited, skipped],
+        }
+
+    def skips(self, engines: dict[str, Any]) -> dict[str, Any]:
+        """Per MAG: skip rate of each layer, time to first token, answers against dense."""
+        rows: list[dict[str, Any]] = []
+        mags = [None, *(float(m) for m in self.args.mags.split(","))]
+        dense: dict[int, Any] = {}
+        for round_ in range(2):  # the first one warms up
+            for mag in mags:
+                times, same, before = [], 0, self.layers()
+                for i, prompt in enumerate(self.long):
+                    extra: dict[str, Any] = {} if mag is None else {"blasst_mag": mag}
+                    started = time.perf_counter()
+                    self.answers(engines["ours"], [prompt], max_tokens=1, **extra)
+                    times.append(time.perf_counter() - started)
+                    if round_:
+                        answer = self.answers(engines["ours"], [prompt], **extra)
+                        same += answer == dense.setdefault(i, answer)
+                if round_:
+                    spent = [
+                        [a - b for a, b in zip(x, y, strict=True)]
+                        for x, y in zip(self.layers(), before, strict=True)
+                    ]
+                    rows.append(
+                        {
+                            "mag": mag,
+                            "skip_rate": _rate(spent),
+                            "layers": [_rate([layer]) for layer in spent],
+                            "ttft_s": _by_length(self.long, times),
+                            "answers_as_dense": same,
+                        }
+                    )
+        rates = [r["skip_rate"] or 0.0 for r in rows[1:]]
+        return {"held": rates == sorted(rates) and rates[-1] > 0, "rows": rows}
+
+    def counts(self, engines: dict[str, Any]) -> dict[str, Any]:
+        """Each layer's very tensors on every implementation: blocks visited and skipped."""
+        found: list[dict[str, Any]] = []
+        for prompt in (self.long[0], self.long[len(self.long) // 2]):
+            with _recounted(found):
+                self.answers(engines["ours"], [prompt], max_tokens=1, blasst_mag=2500)
+        apart = [
+            sum(abs(a - b) for a, b in zip(x["served"], x[name], strict=True)) / x["served"][0]
+            for x in found
+            for name in x
+            if name not in ("served", "largest_error")
+        ]
+        skipped = sum(x["served"][1] for x in found)
+        held = bool(found) and max(apart) < 1e-3 and skipped > 0
+        return {"held": held, "largest_share_apart": max(apart, default=None), "calls": found}
+
+    def waits(self, engines: dict[str, Any]) -> dict[str, Any]:
+        """torch refuses whatever would wait for the device while our code runs in a mixed batch."""
+        calls = {"split": 0, "forward": 0}
+        extra = [{"blasst_mag": 2500} if i % 2 else {} for i in range(16)]
+        with _no_waits(calls):
+            engines["ours"].generate(
+                [{"prompt_token_ids": p} for p in (self.short * 16)[:16]],
+                [self.params(4, **e) for e in extra],
+                use_tqdm=False,
+            )
+        return {"held": calls["split"] > 0 and calls["forward"] > 0, **calls}
+
+    def params(self, max_tokens: int, **extra: Any) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
+        )
+
+    def answers(
+        self, engine: Any, prompts: Sequence[list[int]], max_tokens: int = 0, **extra: Any
+    ) -> list[list[int]]:
+        params = self.params(max_tokens or self.args.max_tokens, **extra)
+        given = [{"prompt_token_ids": p} for p in prompts]
+        return [
+            list(r.outputs[0].token_ids) for r in engine.generate(given, params, use_tqdm=False)
+        ]
+
+    def layers(self) -> list[list[int]]:
+        """[visited, skipped] of each layer, once the page has caught up."""
+        time.sleep(4 * STATS_INTERVAL_S)
+        rows: list[list[int]] = []
+        for page in iter_stats(self.stats, RANK):
+            tiles = page.arrays["tiles"]
+            size = 2 * int(self._kv_heads())
+            rows = [
+                [int(sum(tiles[i : i + size : 2])), int(sum(tiles[i + 1 : i + size : 2]))]
+                for i in range(0, len(tiles), size)
+            ]
+        return rows
+
+    def tiles(self) -> tuple[int, int]:
+        rows = self.layers()
+        return sum(r[0] for r in rows), sum(r[1] for r in rows)
+
+    def _kv_heads(self) -> int:
+        config = json.loads((Path(self.args.model) / "config.json").read_text())
+        return int(config["num_key_value_heads"])
+
+    def engine(self, backend: str, graphs: str) -> Any:
+        return make_engine(
+            self.args.model,
+            backend,
+            graphs,
+            dtype=self.args.dtype,
+            max_model_len=max(map(len, self.long + self.short)) + 64,
+            max_num_batched_tokens=self.args.chunk,
+            max_num_seqs=64,
+        )
+
+
+def _recounted(found: list[dict[str, Any]]) -> AbstractContextManager[None]:
+    """While it is, each of our kernel's calls is repeated on the other implementations."""
+    import torch
+
+    from blasst.kernels.dispatch import choose
+    from blasst.kernels.plan import Plan, plan
+    from blasst.kernels.types import Impl, PagedKV
+
+    real = Plan.run
+
+    def count(
+        p: Plan, q: Any, kv: PagedKV, ends: Any, batch: Any, skip_lambda: Any
+    ) -> tuple[Any, Any]:
+        out = torch.empty_like(q)
+        counters = torch.zeros(p.problem.num_kv_heads, 2, dtype=torch.int64, device=q.device)
+        real(p, q, kv, ends, batch, skip_lambda=skip_lambda, out=out, counters=counters)
+        return counters.sum(0).tolist(), out
+
+    def repeated(
+        self: Plan, q: Any, kv: PagedKV, ends: Any, batch: Any, *, skip_lambda: Any, **given: Any
+    ) -> Any:
+        result = real(self, q, kv, ends, batch, skip_lambda=skip_lambda, **given)
+        first = batch.requests[0]
+        used = slice(first.q_start, first.q_start + first.seqlen_q)
+        pages = -(-first.seqlen_k // kv.k.shape[1])
+        own = kv.page_table[0, :pages].long()
+        table = torch.arange(pages, dtype=torch.int32, device=q.device)[None]
+        small = PagedKV(kv.k[own], kv.v[own], table, kv.seqlens_k)
+        served, want = count(self, q, kv, ends, batch, skip_lambda)
+        row = {"served": served, "largest_error": 0.0}
+        on_cpu = replace(self.problem, device_type="cpu", capability=None, geometry=self.geometry)
+        others = [Impl.TRITON, choose(on_cpu).impl] if q.is_cuda else [Impl.REFERENCE]
+        for impl in others:
+            device = q.device if impl is Impl.TRITON else "cpu"
+            problem = replace(self.problem, geometry=self.geometry)
+            other = plan(problem, impl, self.softmax_scale)
+            moved = PagedKV(*(t.to(device) for t in vars(small).values()))
+            counted, out = count(
+                other, q.to(device), moved, ends.to(device), batch, skip_lambda.to(device)
+            )
+            row[str(impl)] = counted
+            error = float((out[used].cpu().float() - want[used].cpu().float()).abs().max())
+            row["largest_error"] = max(row["largest_error"], error)
+        found.append(row)
+        return result
+
+    return replaced(Plan, run=repeated)
+
+
+@contextmanager
+def _no_waits(calls: dict[str, int]) -> Iterator[None]:
+    import torch
+
+    from blasst.plugin.voting import VotingBuilder, VotingImpl
+
+    def strict(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            if not torch.cuda.is_available():
+                return method(*args, **kwargs)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return method(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    with (
+        replaced(VotingBuilder, split_batch=strict("split", VotingBuilder.split_batch)),
+        replaced(VotingImpl, forward=strict("forward", VotingImpl.forward)),
+    ):
+        yield
+
+
+def _rate(rows: Sequence[Sequence[int]]) -> float | None:
+    visited = sum(r[0] for r in rows)
+    return sum(r[1] for r in rows) / visited if visited else None
+
+
+def _by_length(prompts: Sequence[Sequence[int]], times: Sequence[float]) -> dict[str, float]:
+    """Medians, of prompts whose length rounds to the same number of 1024 tokens."""
+    groups: dict[str, list[float]] = {}
+    for prompt, seconds in zip(prompts, times, strict=True):
+        groups.setdefault(f"{round(len(prompt) / 1024)}K", []).append(seconds)
+    return {name: statistics.median(values) for name, values in groups.items()}
+
+
+def _prompts(path: Path) -> list[list[int]]:
+    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
