@@ -1,4 +1,4 @@
-"""Plots as SVG text, drawn here: small line charts over an ordered axis, and a heat map.
+"""Plots as SVG text, drawn here: line charts, curves over a rate, intervals, a heat map.
 
 NaN and missing values leave a gap; a single point is a dot.
 """
@@ -33,6 +33,29 @@ class Chart:
     series: Sequence[Series]
     low: float | None = None
     percent: bool = False
+
+
+@dataclass(frozen=True)
+class XyChart:
+    """Series over a rate 0..1: value i of `along` is the place of value i of `series`. labels: of
+    the positions, the same for every series."""
+
+    title: str
+    x_unit: str
+    unit: str
+    along: Sequence[Series]
+    series: Sequence[Series]
+    labels: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A value with its interval."""
+
+    name: str
+    value: float
+    low: float
+    high: float
 
 
 def line_chart(chart: Chart) -> str:
@@ -74,6 +97,82 @@ def line_chart(chart: Chart) -> str:
                 label = f"{series.name}, {chart.x[i]}: {series.values[i]:.4g}"
                 parts.append(_dot(point, color, number, label))
     return _svg(_WIDTH, _HEIGHT, chart.title, parts)
+
+
+def xy_chart(chart: XyChart) -> str:
+    """The chart as an <svg> element; points that lack one of their two values are left out."""
+    finite = [v for s in chart.series for v in s.values if math.isfinite(v)]
+    ticks = nice_ticks(min(finite), max(finite)) if finite else [0.0, 1.0]
+    low, high = ticks[0], ticks[-1]
+    inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def at(x: float, y: float) -> tuple[float, float] | None:
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return None
+        return _LEFT + inner_w * x, _TOP + inner_h * (1 - (y - low) / (high - low))
+
+    parts = [_text(_LEFT, 17, chart.title, "title"), _y_unit(chart.unit)]
+    for tick in ticks:
+        y = _TOP + inner_h * (1 - (tick - low) / (high - low))
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(_text(_LEFT - 6, y + 4, _tick_name(tick, ticks, False), "end"))
+    for tenth in range(0, 11, 2):
+        x = _LEFT + inner_w * tenth / 10
+        parts.append(_text(x, _HEIGHT - _BOTTOM + 18, f"{10 * tenth}%", "middle"))
+    parts.append(_text(_LEFT + inner_w / 2, _HEIGHT - 10, chart.x_unit, "middle"))
+    if not finite:
+        parts.append(_text(_LEFT + inner_w / 2, _TOP + inner_h / 2, "not measured", "middle"))
+    for number, (along, series) in enumerate(zip(chart.along, chart.series, strict=True)):
+        color = COLORS[number % len(COLORS)]
+        points = [at(x, y) for x, y in zip(along.values, series.values, strict=True)]
+        known = [point for point in points if point is not None]
+        if len(known) > 1:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in sorted(known))
+            parts.append(
+                f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>'
+            )
+        for label, point, value in zip(chart.labels, points, series.values, strict=True):
+            if point is not None:
+                parts.append(_dot(point, color, number, f"{series.name}, {label}: {value:.4g}"))
+    return _svg(_WIDTH, _HEIGHT, chart.title, parts)
+
+
+def span_chart(title: str, spans: Sequence[Span], limit: float) -> str:
+    """Each value with its interval on one line; zero and `limit` are marked."""
+    finite = [v for s in spans for v in (s.value, s.low, s.high) if math.isfinite(v)]
+    ticks = nice_ticks(min([*finite, limit, 0.0]), max([*finite, 0.0]))
+    low, high = ticks[0], ticks[-1]
+    left, step = 128, 20
+    height = _TOP + step * len(spans) + 34
+    inner_w = _WIDTH - left - _RIGHT
+
+    def at(value: float) -> float:
+        return left + inner_w * (value - low) / (high - low)
+
+    bottom = height - 28
+    parts = [_text(8, 17, title, "title")]
+    for tick in ticks:
+        parts.append(_text(at(tick), height - 12, _tick_name(tick, ticks, False), "middle"))
+    for value, color in ((0.0, "#8a94a3"), (limit, COLORS[1])):
+        parts.append(
+            f'<line x1="{at(value):.1f}" x2="{at(value):.1f}" y1="{_TOP}" y2="{bottom}" '
+            f'stroke="{color}" stroke-dasharray="3 3"/>'
+        )
+    for i, span in enumerate(spans):
+        y = _TOP + step * (i + 0.5)
+        parts.append(_text(left - 8, y + 4, span.name, "end"))
+        if not all(map(math.isfinite, (span.value, span.low, span.high))):
+            parts.append(_text(left + 4, y + 4, "not measured", "start"))
+            continue
+        parts.append(
+            f'<line x1="{at(span.low):.1f}" x2="{at(span.high):.1f}" y1="{y}" y2="{y}" '
+            f'stroke="{COLORS[0]}" stroke-width="2"/>'
+        )
+        label = f"{span.name}: {span.value:+.2f} [{span.low:+.2f}, {span.high:+.2f}]"
+        parts.append(_dot((at(span.value), y), COLORS[0], 2, label))
+    return _svg(_WIDTH, height, title, parts)
 
 
 def legend(names: Sequence[str]) -> str:
@@ -150,7 +249,8 @@ def _dot(at: tuple[float, float], color: str, number: int, label: str) -> str:
     """Circles and squares by turns; the first, drawn lowest, is larger and shows under others."""
     x, y = at
     title = f"<title>{html.escape(label)}</title>" if label else ""
-    if number % 2:
+    # The second time round the colours, the other shape.
+    if (number + number // len(COLORS)) % 2:
         corner = f'x="{x - 3:.1f}" y="{y - 3:.1f}"'
         return f'<rect {corner} width="6" height="6" fill="{color}">{title}</rect>'
     place = f'cx="{x:.1f}" cy="{y:.1f}" r="{4.5 if number else 5.5}"'

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from blasst.evals.cells import Cell, Results
 from blasst.evals.errors import InputError
+from blasst.evals.figures import differences, summary
 from blasst.evals.plots import Chart, Series, heat_map, legend, line_chart
 from blasst.evals.thresholds import key_of, name_of
+from blasst.evals.verdict import DEFAULT_MARGIN, LengthVerdict, judge
+from blasst.evals.verdict import as_json as verdicts_as_json
 
 COLUMNS = (
     "MAG",
@@ -100,6 +104,7 @@ def markdown(results: Results) -> str:
     lines += ["| " + " | ".join(row_of(cell)) + " |" for cell in results.cells]
     for paragraph in (*remarks(results), *_notes(results)):
         lines += ["", paragraph]
+    lines += _verdict_lines(judge(results))
     lines += ["", "## To reproduce", ""]
     lines += [f"* {name}: `{value}`" for name, value in _facts(results)]
     return "\n".join(lines) + "\n"
@@ -124,6 +129,7 @@ def as_json(results: Results) -> dict[str, Any]:
             }
             for cell in results.cells
         ],
+        "verdicts": verdicts_as_json(judge(results)),
         "plan": results.plan,
         "other_samples": results.others,
     }
@@ -140,7 +146,15 @@ def page(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    verdicts = judge(results)
     return environment.get_template("report.html.j2").render(
+        verdict_columns=VERDICT_COLUMNS,
+        verdicts=[_verdict_row(verdict) for verdict in verdicts],
+        verdict_note=_VERDICT_NOTE,
+        summary=summary(results),
+        length_legend=legend([f"{length} tokens" for length in results.lengths]),
+        threshold_legend=legend([name_of(point) for point in results.points]),
+        differences=differences(verdicts),
         columns=COLUMNS,
         rows=[row_of(cell) for cell in results.cells],
         group=len(results.points),
@@ -153,6 +167,64 @@ def page(results: Results) -> str:
         facts=_facts(results),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(results.plan["at"])),
     )
+
+
+VERDICT_COLUMNS = (
+    "verdict",
+    "threshold",
+    "length",
+    "pairs",
+    "difference",
+    "95% bounds",
+    "detectable",
+    "NLL",
+    "agreement",
+    "why",
+)
+_VERDICT_NOTE = (
+    f"GO: at most {DEFAULT_MARGIN:g} point worse than dense on the mean over the tasks (one-sided "
+    "95%, stratified bootstrap over paired samples). Detectable: the true loss that this many "
+    "samples find with 80% probability. NLL and agreement move long before a score does."
+)
+
+
+def _verdict_row(v: LengthVerdict) -> tuple[str, ...]:
+    bounds = "-" if math.isnan(v.low) else f"{v.low:+.2f} to {v.high:+.2f}"
+    return (
+        v.outcome,
+        v.threshold,
+        str(v.length),
+        str(v.pairs),
+        _number(v.difference, "{:+.2f}"),
+        bounds,
+        _number(v.detectable, "{:.2f}"),
+        _number(v.nll, "{:+.4f}"),
+        _number(v.agreement, "{:.1%}"),
+        v.reason,
+    )
+
+
+def _verdict_lines(verdicts: Sequence[LengthVerdict]) -> list[str]:
+    """The verdicts, and each task's difference, as Markdown tables."""
+    if not verdicts:
+        return []
+    lines = ["", "## Verdicts", "", "| " + " | ".join(VERDICT_COLUMNS) + " |"]
+    lines.append("|" + "--|" * len(VERDICT_COLUMNS))
+    lines += ["| " + " | ".join(_verdict_row(v)) + " |" for v in verdicts]
+    lines += ["", _VERDICT_NOTE, "", "## Differences from dense", ""]
+    lines.append(
+        "| threshold | length | task | pairs | dense | score | 95% interval | worse | "
+        "better | McNemar p | NLL | agreement |"
+    )
+    lines.append("|" + "--|" * 12)
+    lines += [
+        f"| {v.threshold} | {v.length} | {t.task} | {t.pairs} | {t.dense:.1f} | {t.score:.1f} | "
+        f"{t.interval.low:+.2f} to {t.interval.high:+.2f} | {t.worse} | {t.better} | {t.p:.3g} | "
+        f"{_number(t.nll, '{:+.4f}')} | {_number(t.agreement, '{:.1%}')} |"
+        for v in verdicts
+        for t in v.tasks
+    ]
+    return lines
 
 
 def write_report(results: Results, folder: Path) -> Path:
@@ -211,12 +283,18 @@ def _heat_maps(results: Results) -> list[str]:
 def _notes(results: Results) -> list[str]:
     holes = sum(cell.samples == 0 for cell in results.cells)
     notes = [
-        "A higher MAG skips less: lambda = 2^(-MAG/1000). Score is RULER's string_match_all, the "
-        "share of references found, 0 to 100. Gold NLL is the mean -ln p of the gold answer's "
+        "A higher MAG skips less: lambda = 2^(-MAG/1000). Score is RULER's string_match_all (qa: "
+        "string_match_part), 0 to 100. Gold NLL is the mean -ln p of the gold answer's "
         "tokens, which are then part of the prefill. TTFT is the median at concurrency 1, "
         "measured by the client, without prefix-cache hits. Skip rate is skipped / visited tiles "
         "of P.V."
     ]
+    real = [c.prompt_tokens for c in results.cells if math.isfinite(c.prompt_tokens)]
+    if real:
+        shares = [c.prompt_tokens / c.length for c in results.cells if c.samples]
+        notes.append(
+            f"Real prompts hold {min(shares):.0%} to {max(shares):.0%} of the nominal tokens."
+        )
     if holes:
         notes.append(f"{holes} of {len(results.cells)} cells are not measured yet (n = 0).")
     if results.others:
@@ -239,7 +317,9 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         ("blasst", server["blasst_version"] or plan["blasst_version"]),
         ("Python", plan["python"]),
         ("machine", plan["machine"]),
+        ("mode", plan.get("mode", "balanced")),
         ("seeds", ", ".join(map(str, plan["seeds"]))),
+        *(("texts: " + name, origin) for name, origin in plan.get("data", {}).items()),
         ("prompt format", plan["prompt_format"]),
         ("answer tokens", "as RULER" if plan["max_tokens"] is None else f"<= {plan['max_tokens']}"),
         ("tokenizer sha256", plan["tokenizer_sha256"]),

@@ -51,6 +51,8 @@ def sample(**changes: Any) -> dict[str, Any]:
     record: dict[str, Any] = {
         "kind": "sample",
         "pass": "both",
+        "prompt_sha256": "x",
+        "prediction": "an answer",
         "fingerprint": "f",
         "threshold": "dense",
         "task": "vt",
