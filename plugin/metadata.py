@@ -97,7 +97,8 @@ class LambdaTable:
     def load(self, values: list[float]) -> torch.Tensor:
         """[len(values)]; copied in stream order, and only when something changed."""
         if values != self._held:
-            self._table[: len(values)].copy_(_staged(torch.tensor(values), self._table.device))
+            staged = _staged(torch.tensor(values), self._table.device)
+            self._table[: len(values)].copy_(staged, non_blocking=True)
             self._held = list(values)
         return self._table[: len(values)]
 
