@@ -1,0 +1,55 @@
+"""The example trainer: packing gives the loss and the gradients of separate sequences."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_packed.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("train_packed", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+
+    sys.modules["train_packed"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["train_packed"]
+
+
+def test_packing_equals_separate_sequences(example: Any) -> None:
+    sizes = ["--prefix", "90", "--suffix", "12", "--suffixes", "4", "--turns", "3", "--rounds", "1"]
+    result = example.main(["same", *sizes])
+    separate, shared = result["prefix"]
+    assert shared["loss"] == pytest.approx(separate["loss"], rel=1e-12)
+    assert shared["gradient_difference"] < 1e-13
+    assert shared["targets"] == separate["targets"] == sum(range(12, 16))
+    assert shared["tokens"] < separate["tokens"] / 2
+    passes, exact, one_copy = result["chat"]
+    assert exact["loss"] == pytest.approx(passes["loss"], rel=1e-12)
+    assert exact["gradient_difference"] < 1e-13
+    assert exact["targets"] == one_copy["targets"] == passes["targets"]
+    assert one_copy["tokens"] < exact["tokens"] < passes["tokens"]
+    # One copy of each token is another model of history: near, and not the same.
+    assert 1e-4 < one_copy["gradient_difference"] < 0.5
+
+
+def test_training_learns_and_holds_its_masks(example: Any) -> None:
+    result = example.main(["train", "--steps", "24"])
+    assert result["last_loss"] < 0.5 * result["first_loss"]
+    assert result["mask_misses"] == 8
+    assert result["mask_hits"] == 16
+
+
+def test_history_is_judged_as_inference_runs(example: Any) -> None:
+    arguments = ["--steps", "2", "--seeds", "1", "--turns", "2", "--chats", "2"]
+    rows = example.main(["history", *arguments])["history"]
+    assert [row["strip"] for row in rows] == ["exact", "mask"]
+    assert rows[0]["tokens"] > rows[1]["tokens"] > 0
+    assert all(0 < row["loss_at_inference"] < 10 for row in rows)
