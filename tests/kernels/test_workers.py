@@ -33,3 +33,45 @@ def test_each_thread_computes_on_one_core_and_the_caller_keeps_its_own(where: st
     seen, callers = json.loads(done.stdout)
     assert seen == [[1, 64.0**3]] * 24
     assert callers == 3
+
+
+FORK = """
+import faulthandler, os, sys, threading, torch
+from blasst.kernels import workers
+from blasst.kernels.api import prefill_attention
+from blasst.kernels.testing import dialled_inputs
+torch.set_num_threads(2)
+d = dialled_inputs(num_heads=4, num_kv_heads=2, head_dim=64, seqlen=600, skip_rate=0.5)
+def attend():
+    out, _ = prefill_attention(
+        d.q, d.kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda, impl=sys.argv[1]
+    )
+    # Compared outside torch, whose own parallel loops do not survive a fork.
+    return out.numpy().tobytes()
+want = attend()
+# Another thread holds the pool's lock at the moment of the fork.
+held, go = threading.Event(), threading.Event()
+def hold():
+    with workers._lock:
+        held.set()
+        go.wait()
+other = threading.Thread(target=hold)
+other.start()
+held.wait()
+child = os.fork()
+if not child:
+    faulthandler.dump_traceback_later(40, exit=True)
+    os._exit(0 if attend() == want else 3)
+go.set()
+other.join()
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert attend() == want
+raise SystemExit(status)
+"""
+
+
+def test_a_forked_child_makes_its_own_threads(cpu_impl: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FORK, cpu_impl], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
