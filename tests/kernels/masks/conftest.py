@@ -1,5 +1,6 @@
 """Runs the CuTe DSL form of a mask on the CPU: the DSL compiles host functions too."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,10 @@ import torch
 
 from blasst.kernels.masks.bound import AttentionMask
 from blasst.kernels.masks.cute_mod import cute_mask_mod
+
+# Read by triton.jit when the kernel's module is imported, so before any test.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 class CuteRunner:

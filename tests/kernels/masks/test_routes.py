@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blasst.kernels.api import prefill_attention
+from blasst.kernels.call import check_call
 from blasst.kernels.errors import InvalidInputError, UnsupportedError
 from blasst.kernels.masks import fa4, flex, routes, serving
 from blasst.kernels.masks.bound import AttentionMask, bind
@@ -182,6 +183,42 @@ def test_reference_and_cpu_skip_the_same_blocks_under_a_mask(
     )
     assert torch.equal(counters, expected.counts(1))
     torch.testing.assert_close(out.double(), expected.out, atol=1e-4, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", ["shared prefix", "strip thinking"])
+def test_triton_reference_and_cpu_agree(name: str) -> None:
+    """One request, one skip map: the Triton kernel is interpreted where there is no GPU."""
+    from blasst.kernels.triton import launch
+    from blasst.kernels.triton.lists import block_lists
+
+    mask = bind(MASKS[name], segments(2, 1, 300))
+    q, k, v = (t[0].half() for t in levelled(6, mask))
+    spec = serving.spec_for(mask, 0.125, Geometry(64, 64))
+    ends = torch.tensor([0, 300], dtype=torch.int32)
+    kv = RaggedKV(k, v, ends)
+    lam = torch.tensor([0.3], dtype=torch.float64)
+    expected = reference_attention(q, kv, ends, spec=spec, skip_lambda=lam)
+    assert expected.smallest_margin > 1e-3
+    assert expected.skip_rate > 0
+    out, counters = torch.empty_like(q), torch.zeros(2, 1, 2, dtype=torch.int64)
+    launch.prefill(
+        q,
+        kv,
+        ends,
+        out,
+        max_seqlen_q=300,
+        softmax_scale=0.125,
+        causal=spec.causal,
+        geometry=Geometry(64, 64),
+        skip_lambda=lam,
+        counters=counters[0],
+        lists=block_lists(check_call(q, kv, ends, spec, lam, None, None)),
+    )
+    prefill_attention(q, kv, ends, spec=spec, skip_lambda=lam, impl="cpu", counters=counters[1])
+    assert torch.equal(counters[0], expected.counts(1))
+    assert torch.equal(counters[1], expected.counts(1))
+    torch.testing.assert_close(out.double(), expected.out, atol=4e-3, rtol=0)
 
 
 def test_votes_under_a_mask_do_skip() -> None:
