@@ -69,7 +69,7 @@ def mbarrier_arrive(ops: Operands) -> Effect:
                 state(warp, mask, np.full(32, barrier.phase, np.uint64))
             if block.races is not None and clock is not None:
                 block.races.use_barrier(warp, barrier, ops.ins)
-                block.races.gather(barrier, clock)
+                block.races.gather(barrier, clock, ops.ins)
             with block.guard(ops, warp):
                 if transfers:
                     assert counts is not None
@@ -121,7 +121,9 @@ def mbarrier_test(ops: Operands) -> Effect:
             return SPIN
         barrier.watchers.pop(warp, None)
         if block.races is not None:
-            block.races.acquire(warp, barrier.clock)
+            block.races.acquire(warp, barrier.clock, ops.ins, initial=barrier.phase == 0)
+            if block.races.evidence is not None:
+                block.races.evidence.observed(barrier)
         return DONE
 
     return run
@@ -206,7 +208,7 @@ def fence_proxy(ops: Operands) -> Effect:
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
         if orders and block.races is not None:
-            block.races.fence(warp)
+            block.races.fence(warp, ops.ins)
         return DONE
 
     return run
@@ -218,7 +220,7 @@ def fence_init(ops: Operands) -> Effect:
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
         if block.races is not None:
-            block.races.fence(warp)
+            block.races.fence(warp, ops.ins)
         return DONE
 
     return run
@@ -263,6 +265,7 @@ TABLE = {
     "fence.mbarrier_init": fence_init,
     "fence": nothing(*ORDERS),
     "membar": nothing(*ORDERS),
+    "griddepcontrol": nothing("wait", "launch_dependents"),  # no other kernel runs
     "barrier.cluster": refuse_cluster,
     "mapa": refuse_cluster,
     "st.async": refuse_cluster,

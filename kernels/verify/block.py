@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from blasst.kernels.verify.errors import DeadlockError, ExecutionError
+from blasst.kernels.verify.evidence import Evidence
 from blasst.kernels.verify.findings import Findings
 from blasst.kernels.verify.launch import Launch
 from blasst.kernels.verify.mbarrier import Mbarrier, NamedBarrier
@@ -23,10 +24,11 @@ from blasst.kernels.verify.tensor_effects import TensorMemory
 from blasst.kernels.verify.warp import Group, Warp
 
 IDLE_ROUNDS = 24
+MOST_STEPS = 100_000_000
 
 
 class Block:
-    """State of one block while it runs. cta: its index in the grid."""
+    """State of one block while it runs. cta: its index in the grid; races: its number, or None."""
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class Block:
         findings: Findings,
         schedule: Schedule,
         cta: tuple[int, int, int],
-        race_number: int | None,
+        races: tuple[int, Evidence | None] | None,
     ) -> None:
         self.program, self.launch, self.memory = program, launch, memory
         self.findings, self.schedule, self.cta = findings, schedule, cta
@@ -52,7 +54,7 @@ class Block:
         self.tensor_columns = 0
         self.registers = RegisterPool(launch.threads // 32)
         memory.clear()
-        self.races = None if race_number is None else Races(self, race_number)
+        self.races = None if races is None else Races(self, *races)
         self.warps = [self._warp(i, file, template) for i, file in enumerate(files)]
 
     def _warp(self, number: int, file: RegisterFile, template: dict[int, Array]) -> Warp:
@@ -60,6 +62,7 @@ class Block:
         for name, row in self.program.layout.specials.items():
             file.arrays[32][row] = SPECIALS[name](self, number)
         warp = Warp(number, self.launch.role(number), file)
+        warp.dirty |= self.program.product_rows
         if self.races is not None:
             self.races.enter(warp)
         return warp
@@ -104,16 +107,18 @@ class Block:
         """A warp at a named barrier; deliver(true lanes, lanes): the result of a reduction."""
         barrier = self.named.setdefault(number, NamedBarrier(number))
         if self.races is not None:
-            self.races.gather(barrier, self.races.release(warp))
+            self.races.gather(barrier, self.races.release(warp), ops.ins)
         with self.guard(ops, warp):
             last = barrier.arrive(active, threads, true_lanes)
         if not arrives_only:
-            barrier.sleepers.append((warp, deliver))
+            barrier.sleepers.append((warp, deliver, ops.ins))
         if last:
-            for sleeper, hand in barrier.sleepers:
+            for sleeper, hand, ins in barrier.sleepers:
                 sleeper.parked = None
                 if self.races is not None:
-                    self.races.acquire(sleeper, barrier.clock)
+                    self.races.acquire(sleeper, barrier.clock, ins)
+                    if self.races.evidence is not None:
+                        self.races.evidence.observed(barrier)
                 if hand is not None:
                     hand(*barrier.result)
             barrier.sleepers.clear()
@@ -131,6 +136,8 @@ class Block:
         live = list(self.warps)
         idle = 0
         while live:
+            if sum(warp.steps for warp in live) > MOST_STEPS:
+                raise ExecutionError(f"no end after {MOST_STEPS} instructions of a block")
             moved = self._engines()
             for warp in self.schedule.random.sample(live, len(live)):
                 if warp.parked is None and self.schedule.runs(warp.id):
@@ -298,8 +305,7 @@ class Block:
         """Registers of unfinished loads and products that a step uses."""
         if warp.pending and self.races is not None:
             self.races.consumed(warp, step.reads)
-        if step.dirties:
-            warp.dirty |= step.dirties
+        warp.dirty |= step.dirties
         if step.kind == SEGMENT and (step.reads | step.writes) & warp.in_flight:
             ins = self.program.instructions[step.at]
             self.find("a register of an unfinished wgmma is used", warp, ins)

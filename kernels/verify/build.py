@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from blasst.kernels.verify.errors import ToolError
+from blasst.kernels.verify.launch import Region
 from blasst.kernels.verify.parse import Module, parse
 
 FUNCTION = "kernel"
@@ -66,6 +68,18 @@ class Artifact:
     @cached_property
     def module(self) -> Module:
         return parse(self.ptx)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Fields of the kernel's shared storage, where the compiler's dump names them."""
+        dump = self.folder / f"{FUNCTION}.mlir"
+        fields = re.search(r"smem\.struct_fields = \[(.*?)\]", _text(dump))
+        found = re.findall(r'"(\w+):(\d+):(\d+)"', fields[1]) if fields else []
+        return tuple(Region(name, int(start), int(size)) for name, size, start in found)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def cache_folder() -> Path:

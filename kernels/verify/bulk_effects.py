@@ -125,7 +125,7 @@ def _tensor_load(ops: Operands) -> Effect:
     tensor, coordinates = _tensor_operand(ops, 1)
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        clock = None if block.races is None else block.races.release(warp)
+        clock = None if block.races is None else block.races.issue(warp)
         for lane in lanes(mask):
             described = _descriptor(block, ops, warp, int(tensor(warp)[lane]))
             at = [int(c(warp)[lane]) for c in coordinates]
@@ -148,7 +148,7 @@ def _tensor_store(ops: Operands, reduction: str | None) -> Effect:
     tensor, coordinates = _tensor_operand(ops, 0)
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        clock = None if block.races is None else block.races.release(warp)
+        clock = None if block.races is None else block.races.issue(warp)
         issued = set()
         for lane in lanes(mask):
             at = [int(c(warp)[lane]) for c in coordinates]
@@ -193,7 +193,7 @@ def plain_copy(ops: Operands) -> Effect:
         raise ops.unknown("copies between blocks of a cluster are not supported")
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        clock = None if block.races is None else block.races.release(warp)
+        clock = None if block.races is None else block.races.issue(warp)
         for lane in lanes(mask):
             count = int(size(warp)[lane])
             if count % 16:

@@ -10,6 +10,7 @@ import numpy as np
 
 from blasst.kernels.verify.block import Block
 from blasst.kernels.verify.errors import ExecutionError
+from blasst.kernels.verify.evidence import Evidence
 from blasst.kernels.verify.findings import Findings
 from blasst.kernels.verify.launch import Launch
 from blasst.kernels.verify.memory import Memory, Storage
@@ -60,9 +61,13 @@ class Executor:
         *,
         seed: int = 0,
         races: bool = False,
+        evidence: Evidence | None = None,
         blocks: Sequence[tuple[int, int, int]] | None = None,
     ) -> Run:
-        """Executes the blocks (default: all) in a seeded order; errors end up in the result."""
+        """Executes the blocks (default: all) in a seeded order; errors end up in the result.
+
+        evidence: filled with what each synchronisation did, when races are looked for.
+        """
         while len(self.files) < launch.threads // 32:
             self.files.append(RegisterFile(self.program.layout))
         findings = Findings(self.program.instructions)
@@ -86,7 +91,7 @@ class Executor:
                     findings,
                     schedule,
                     cta,
-                    number if races else None,
+                    (number, evidence) if races else None,
                 )
                 try:
                     block.run()

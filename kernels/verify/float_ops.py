@@ -217,9 +217,10 @@ def _table() -> dict[str, Signature]:
     table["cvt.f32.f16"] = Signature(_float_of_f16, "f32", ("f16",))
     table["cvt.f32.bf16"] = Signature(_float_of_bf16, "f32", ("bf16",))
     # Three-operand forms share the opcode: the decoder picks them by the number of operands.
-    for name, choose in (("max", np.fmax), ("min", np.fmin)):
+    for name, choose, nan in (("max", np.fmax, np.maximum), ("min", np.fmin, np.minimum)):
         table[f"{name}.f32/3"] = same(_max3(choose), "f32", 3)
         table[f"{name}.ftz.f32/3"] = same(_with_flush(_max3(choose)), "f32", 3)
+        table[f"{name}.NaN.f32/3"] = same(_max3(nan), "f32", 3)
     return table
 
 

@@ -218,7 +218,7 @@ def copy_async(ops: Operands) -> Effect:
         sizes = size(warp)[chosen] if size else np.full(len(chosen), unit)
         target = to(warp)[chosen]
         _reach(ops, block, warp, "shared", target, unit)
-        clock = None if block.races is None else block.races.release(warp)
+        clock = None if block.races is None else block.races.issue(warp)
         source = origin(warp)[chosen]
         if (sizes > 0).any():
             read = source[sizes > 0]

@@ -23,7 +23,7 @@ class Step:
     """What stands at an address. end: address of the next step in program order.
 
     guard: row of the predicate, -1 for none. body: Segment, branch target or effect.
-    reads, writes: 32-bit registers; dirties: those written that a wgmma uses.
+    reads, writes: 32-bit registers; dirties: those that a wgmma uses too.
     """
 
     kind: int
@@ -45,10 +45,10 @@ class Program:
         self.layout = Layout(module)
         self.steps: list[Step | None] = [None] * (len(module.instructions) + 1)
         self._decode()
-        rows = self._product_rows()
+        self.product_rows = self._product_rows()
         for step in self.steps:
-            if step is not None and rows and not self._is_product(step):
-                step.dirties = step.writes & rows
+            if step is not None and not self._is_product(step):
+                step.dirties = (step.reads | step.writes) & self.product_rows
 
     @classmethod
     def from_text(cls, ptx: str) -> Program:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blasst.kernels.verify.clocks import Access, Agents, Clock, Conflict, Shadow
+from blasst.kernels.verify.evidence import Evidence
 from blasst.kernels.verify.mbarrier import Mbarrier
 from blasst.kernels.verify.memory import Storage
 from blasst.kernels.verify.parse import Instruction
@@ -39,8 +40,9 @@ class GlobalShadow:
 class Races:
     """Clocks and shadows of one block. number: counts blocks over a whole launch."""
 
-    def __init__(self, block: Block, number: int) -> None:
+    def __init__(self, block: Block, number: int, evidence: Evidence | None = None) -> None:
         self.block = block
+        self.evidence = evidence
         self.number = number
         self.agents = Agents()
         self.shared = Shadow(len(block.memory.shared.data) // WORD)
@@ -49,6 +51,8 @@ class Races:
         self.core = self.agents.get("core", "the tensor core")
         self.core_clock = Clock()
         self.end = Clock()
+        self.last_product = 0
+        self.last: dict[int, Instruction] = {}
 
     def enter(self, warp: Warp) -> None:
         """A new warp: its clock starts."""
@@ -68,6 +72,12 @@ class Races:
         warp.clock.seen[agent] = self.agents.tick(agent)
         return agent, at
 
+    def issue(self, warp: Warp) -> Clock:
+        """release() for an asynchronous operation, which touches memory on the warp's behalf."""
+        if self.evidence is not None:
+            self.evidence.accessed(warp)
+        return self.release(warp)
+
     def release(self, warp: Warp) -> Clock:
         """What whoever acquires it knows of this warp."""
         clock: Clock = warp.clock.copy()
@@ -75,15 +85,25 @@ class Races:
         warp.clock.seen[agent] = self.agents.tick(agent)
         return clock
 
-    def acquire(self, warp: Warp, clock: Clock | None) -> None:
+    def acquire(
+        self, warp: Warp, clock: Clock | None, ins: Instruction | None = None, initial: bool = False
+    ) -> None:
+        """ins: the wait; initial: it passed because no phase had completed yet."""
+        if self.evidence is not None and ins is not None:
+            self.evidence.learned(warp, ins.index, clock, initial)
         if clock is not None:
             warp.clock.join(clock)
 
-    def gather(self, barrier: Any, clock: Clock) -> None:
+    def gather(self, barrier: Any, clock: Clock, ins: Instruction | None = None) -> None:
         """An arrival at an mbarrier or named barrier."""
+        if self.evidence is not None and ins is not None:
+            self.evidence.arrived(barrier, ins.index)
         barrier.gathered = clock if barrier.gathered is None else barrier.gathered.joined(clock)
 
-    def fence(self, warp: Warp) -> None:
+    def fence(self, warp: Warp, ins: Instruction) -> None:
+        if self.evidence is not None:
+            known = Clock(warp.clock.seen, warp.clock.seen)
+            self.evidence.learned(warp, ins.index, known)
         np.maximum(warp.clock.fenced, warp.clock.seen, warp.clock.fenced)
         agent = self.agents.index[warp.id]
         warp.clock.seen[agent] = self.agents.tick(agent)
@@ -139,6 +159,8 @@ class Races:
         self, warp: Warp, storage: Storage, at: Array, size: int, write: bool, ins: Instruction
     ) -> None:
         """A load or store; at: addresses of `size` bytes each."""
+        if self.evidence is not None:
+            self.evidence.accessed(warp)
         agent = self.agents.index[warp.id]
         access = Access(agent, self.agents.now[agent], warp.clock, write, "generic", ins.index)
         if storage is self.block.memory.shared:
@@ -147,6 +169,8 @@ class Races:
             self._global(storage, _words(at - storage.base, size), access, False)
 
     def atomic(self, warp: Warp, storage: Storage, at: Array, size: int, ins: Instruction) -> None:
+        if self.evidence is not None:
+            self.evidence.accessed(warp)
         agent = self.agents.index[warp.id]
         access = Access(agent, self.agents.now[agent], warp.clock, True, "generic", ins.index)
         if storage is self.block.memory.shared:
@@ -196,6 +220,7 @@ class Races:
     def _channel(self, kind: str, key: Any, name: str, ins: Instruction, clock: Clock,
                  write: bool) -> Access:  # fmt: skip
         agent = self.agents.get((kind, key), name)
+        self.last[agent] = ins
         return Access(agent, self.agents.tick(agent), clock, write, "async", ins.index)
 
     def bulk_load(self, job: Any, barrier: Mbarrier) -> None:
@@ -259,10 +284,11 @@ class Races:
     def _core(self, job: Any) -> None:
         self.core_clock.join(job.clock)
         self.core_clock.seen[self.core] = self.agents.tick(self.core)
+        self.last[self.core] = job.ins
 
     def mma(self, job: Any, columns: int, a: Any, b: Any) -> None:
         self._core(job)
-        now = self.agents.now[self.core]
+        now = self.last_product = self.agents.now[self.core]
         read = Access(self.core, now, self.core_clock, False, "async", job.ins.index)
         self._shared(b.words, WORD, read)
         if a is not None:
@@ -274,7 +300,7 @@ class Races:
 
     def commit(self, job: Any, barrier: Mbarrier) -> None:
         self._core(job)
-        self.gather(barrier, self.core_clock.copy())
+        self.gather(barrier, self.core_clock.copy(), job.ins)
 
     def _tensor(self, quadrants: Any, column: int, count: int, access: Access) -> None:
         rows = np.asarray(list(quadrants))[:, None] * COLUMNS
@@ -287,6 +313,8 @@ class Races:
     def tensor_load(
         self, warp: Warp, column: int, count: int, rows: list[int], ins: Instruction
     ) -> None:
+        if self.evidence is not None:
+            self.evidence.accessed(warp)
         agent = self.agents.get(("ld", warp.id), f"tcgen05.ld of {warp.name}")
         epoch = self.agents.tick(agent)
         access = Access(agent, epoch, warp.clock, False, "tensor", ins.index)
@@ -294,12 +322,19 @@ class Races:
         warp.pending.update(dict.fromkeys(rows, epoch))
 
     def tensor_store(self, warp: Warp, column: int, count: int, ins: Instruction) -> None:
+        if self.evidence is not None:
+            self.evidence.accessed(warp)
         agent = self.agents.get(("st", warp.id), f"tcgen05.st of {warp.name}")
         access = Access(agent, self.agents.tick(agent), warp.clock, True, "tensor", ins.index)
         self._tensor((warp.id % QUADRANTS,), column, count, access)
 
-    def tensor_wait(self, warp: Warp, stores: bool) -> None:
+    def tensor_wait(self, warp: Warp, stores: bool, ins: Instruction) -> None:
         agent = self.agents.index.get(("st" if stores else "ld", warp.id))
+        if self.evidence is not None:
+            done = warp.clock.copy()
+            if agent is not None:
+                done.seen[agent] = self.agents.now[agent]
+            self.evidence.learned(warp, ins.index, done)
         if agent is not None:
             warp.clock.seen[agent] = self.agents.now[agent]
         if not stores:
@@ -326,8 +361,12 @@ class Races:
             channel = key[0] if isinstance(key, tuple) else key
             if channel in ("global", "ld") or isinstance(channel, int):
                 continue
-            if self.agents.now[agent] > self.end.seen[agent]:
-                left.append(self.agents.names[agent])
+            # An arrival of the tensor core may stay unobserved, its products may not.
+            latest = self.last_product if agent == self.core else self.agents.now[agent]
+            if latest > self.end.seen[agent]:
+                last = self.last.get(agent)
+                where = f" ({last.opcode} at {last.where})" if last is not None else ""
+                left.append(self.agents.names[agent] + where)
         return left
 
 

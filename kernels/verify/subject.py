@@ -14,6 +14,7 @@ import torch
 
 from blasst.kernels.verify.build import Artifact, Recipe, build
 from blasst.kernels.verify.capture import Launcher, link
+from blasst.kernels.verify.evidence import Evidence
 from blasst.kernels.verify.execute import Executor, Run
 from blasst.kernels.verify.launch import Launch, Region
 from blasst.kernels.verify.memory import Storage
@@ -100,10 +101,11 @@ class Workbench:
         self.program = Program(self.artifact.module)
         self.launcher: Launcher = link(self.artifact.object_file, "kernel", self.artifact.module)
         self.executor = Executor(self.program)
+        self.regions = subject.regions or self.artifact.regions
 
     def launch(self, case: Case) -> Launch:
         """Grid, parameters and descriptors that the kernel's own launcher makes of the case."""
-        return self.launcher.capture(case.arguments, self.subject.roles, self.subject.regions)
+        return self.launcher.capture(case.arguments, self.subject.roles, self.regions)
 
     def run(
         self,
@@ -111,11 +113,13 @@ class Workbench:
         *,
         seed: int = 0,
         races: bool = True,
+        evidence: Evidence | None = None,
         blocks: Sequence[tuple[int, int, int]] | None = None,
     ) -> Verdict:
         """One seeded schedule over all blocks; the outputs stay for a look."""
         case.reset()
         run = self.executor.run(
-            self.launch(case), case.buffers, seed=seed, races=races, blocks=blocks
-        )
+            self.launch(case), case.buffers, seed=seed, races=races, evidence=evidence,
+            blocks=blocks,
+        )  # fmt: skip
         return Verdict(seed, run, [] if run.error else case.check(), case.digest())

@@ -181,7 +181,7 @@ def wait(ops: Operands) -> Effect:
         if stores:
             flush_stores(block, warp)
         if block.races is not None:
-            block.races.tensor_wait(warp, stores)
+            block.races.tensor_wait(warp, stores, ops.ins)
         return DONE
 
     return run
@@ -260,7 +260,7 @@ def mma(ops: Operands) -> Effect:
     masks = [ops.read(t, "b32") for t in ops.parts(4)] if ops.count() == 6 else []
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        clock = None if block.races is None else block.races.release(warp)
+        clock = None if block.races is None else block.races.issue(warp)
         for lane in lanes(mask):
             if any(int(m(warp)[lane]) for m in masks):
                 raise ops.error(warp, "disabled output lanes are not modelled")
@@ -288,7 +288,7 @@ def commit(ops: Operands) -> Effect:
     place = ops.address(0)
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        clock = None if block.races is None else block.races.release(warp)
+        clock = None if block.races is None else block.races.issue(warp)
         at: Array = place(warp)
         for lane in lanes(mask):
             found = block.mbarrier(ops, warp, int(at[lane]))

@@ -50,7 +50,8 @@ class WarpProduct:
         else:
             a_tile = smem_tile(self.a_descriptor, 64, self.transposed[0], "wgmma", part)
             a = a_tile.load(shared, self.bf16)
-            tiles.append(a_tile)
+            # Which warp's hardware reads which rows is not specified: for races, all read all.
+            tiles.append(smem_tile(self.a_descriptor, 64, self.transposed[0], "wgmma"))
         result = a @ b_tile.load(shared, self.bf16).T
         if block.races is not None:
             block.races.warp_product(self, tiles)
@@ -93,7 +94,7 @@ def mma_async(ops: Operands) -> Effect:
         if not warp.converged(mask):
             raise ops.error(warp, "lanes of the warp are not all here")
         if touched & warp.dirty:
-            block.find("wgmma without wgmma.fence after writing its registers", warp, ops.ins)
+            block.find("wgmma without wgmma.fence after its registers were used", warp, ops.ins)
         job = WarpProduct(
             warp=warp,
             ins=ops.ins,
@@ -105,7 +106,7 @@ def mma_async(ops: Operands) -> Effect:
             transposed=transposed,
             bf16=ops.ins.opcode.endswith("bf16"),
             accumulate=bool(accumulate(warp)[0]),
-            clock=None if block.races is None else block.races.release(warp),
+            clock=None if block.races is None else block.races.issue(warp),
         )
         warp.products_open.append(job)
         warp.in_flight |= touched

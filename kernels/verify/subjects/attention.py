@@ -98,6 +98,8 @@ def _inputs(kernel: Kernel, shape: Shape) -> tuple[torch.Tensor, RaggedKV, torch
         for _ in range(2)
     )
     q[..., 0] = 4.0
+    # The rows of one warp in four see the levels less, so that warps of a tile disagree.
+    q[torch.arange(total_q) % 128 // 16 == 2, :, 0] = 1.0
     level = torch.randn(total_k // LEVEL_KEYS + 1, shape.num_kv_heads, generator=generator)
     k[..., 0] += 8.0 * level.repeat_interleave(LEVEL_KEYS, 0)[:total_k]
     lambdas = [0.05, 0.3, 0.001, 0.6] if shape.mag is None else [2.0 ** (-shape.mag / 1000)]
