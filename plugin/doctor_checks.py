@@ -1,4 +1,5 @@
-"""The checks of `blasst doctor`. Each returns findings and never raises; nothing is changed."""
+"""The checks of `blasst doctor`. Each returns findings and never raises; nothing is changed, but for
+the compiled CPU kernel, which is built into the user's cache if it is not there."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from blasst.kernels.dispatch import choose
 from blasst.kernels.errors import BlasstError
 from blasst.kernels.exchange.desired import DENSE, DesiredState, DesiredStateError, read_desired
 from blasst.kernels.exchange.desired import FILE_NAME as DESIRED
+from blasst.kernels.native import build
 from blasst.kernels.types import Problem
 from blasst.plugin.admission import Deployment
 from blasst.plugin.settings import NAMES, STATE_DIR, Settings, SettingsError, check_state_dir
@@ -144,6 +146,13 @@ def _state(settings: Settings | None) -> tuple[DesiredState, list[Finding]]:
     return desired, [*findings, Finding("desired state", "ok", detail)]
 
 
+def _cpu_kernel() -> str:
+    reasons = build.reasons()
+    if reasons:
+        return f"not compiled, the slower cpu-torch runs: {'; '.join(reasons)}"
+    return f"compiled for vectors of {build.library().blasst_vector_bits()} bits"
+
+
 def _implementation(settings: Settings, desired: DesiredState) -> Iterator[Finding]:
     try:
         import torch
@@ -156,6 +165,7 @@ def _implementation(settings: Settings, desired: DesiredState) -> Iterator[Findi
         yield Finding("gpu", "ok", f"{name}, compute capability {major}.{minor}")
     else:
         yield Finding("gpu", "ok", "none that torch can use")
+        yield Finding("cpu kernel", "ok", _cpu_kernel())
     problem = Problem(
         head_dim=128,
         num_heads=32,

@@ -11,11 +11,13 @@ import torch
 
 from blasst.kernels.errors import BlasstError
 from blasst.kernels.plan import Plan, plan
+from blasst.kernels.support import unsupported_reasons
+from blasst.kernels.types import Impl, Problem
 from blasst.plugin.eligibility import Verdict, judge_all, table
 from blasst.plugin.log import logger
 from blasst.plugin.metadata import LayerVote
 from blasst.plugin.rank import Rank, RankShape
-from blasst.plugin.settings import IMPL, STRICT, Settings
+from blasst.plugin.settings import AUTO, IMPL, STRICT, Settings
 
 
 class NotEligibleError(RuntimeError):
@@ -95,6 +97,15 @@ def _report(verdicts: Sequence[Verdict], vllm_config: Any, settings: Settings) -
         )
     if vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0:
         logger.info("%s", table(verdicts))
+        slow = [v for v in verdicts if v.impl == Impl.CPU_TORCH and v.problem is not None]
+        if slow and settings.impl == AUTO:
+            logger.warning("blasst: %s", slower(slow[0].problem))
+
+
+def slower(problem: Problem) -> str:
+    """Why a CPU runs cpu-torch."""
+    reasons = "; ".join(unsupported_reasons(problem, Impl.CPU))
+    return f"skips on cpu-torch, which is slower than cpu: {reasons}"
 
 
 def _shape(

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from blasst.kernels.dispatch import choose
 from blasst.kernels.exchange.desired import DesiredState, write_desired
+from blasst.kernels.native import build
 from blasst.kernels.threshold import SkipThreshold
 from blasst.plugin import doctor, doctor_checks
 from blasst.plugin.doctor_checks import Finding, examine
@@ -125,6 +127,25 @@ def test_no_implementation_is_a_warning_while_dense(monkeypatch: pytest.MonkeyPa
     found = finding("implementation")
     assert found.status == "warning"
     assert "hopper: tensors are on cpu" in found.detail
+
+
+def test_the_cpu_kernel_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose.cache_clear()
+    monkeypatch.setattr(build, "reasons", lambda: ("no C compiler runs; install one",))
+    found = finding("cpu kernel")
+    assert (
+        found.detail == "not compiled, the slower cpu-torch runs: no C compiler runs; install one"
+    )
+    assert finding("implementation").detail.startswith("cpu-torch (not ")
+    monkeypatch.setenv("VLLM_BLASST_IMPL", "cpu")
+    found = finding("implementation")
+    assert found.status == "warning"
+    assert "cpu: no C compiler runs; install one" in found.detail
+    choose.cache_clear()
+    monkeypatch.undo()
+    if not build.reasons():
+        bits = build.library().blasst_vector_bits()
+        assert finding("cpu kernel").detail == f"compiled for vectors of {bits} bits"
 
 
 def test_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,19 +8,38 @@ from typing import Any
 
 import pytest
 
+from blasst.kernels.dispatch import choose
+from blasst.kernels.native import build
 from blasst.kernels.types import Problem
-from blasst.plugin import capability
+from blasst.plugin import capability, eligibility
 from blasst.plugin.capability import chosen_impl, engine_reasons
 from blasst.plugin.eligibility import LayerFacts, Verdict, judge, layer_reasons, table
-from blasst.plugin.rank_setup import layer_indices
+from blasst.plugin.rank_setup import layer_indices, slower
 
 PROBLEM = Problem(head_dim=64, num_heads=4, num_kv_heads=2, dtype="float32", page_size=32)
 PLAIN = LayerFacts("model.layers.0.attn", "BLASST", cache_isa="vec", problem=PROBLEM)
 
 
-def test_plain_attention_skips() -> None:
+def test_plain_attention_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose.cache_clear()
+    monkeypatch.setattr(build, "reasons", lambda: ())
     assert judge(PLAIN, [], "auto") == Verdict(PLAIN.name, "cpu", ())
     assert judge(PLAIN, [], "reference").impl == "reference"
+    choose.cache_clear()
+    monkeypatch.setattr(build, "reasons", lambda: ("no C compiler runs",))
+    assert judge(PLAIN, [], "auto").impl == "cpu-torch"
+    assert judge(PLAIN, [], "cpu").reasons == ("cpu: no C compiler runs",)
+    assert slower(PROBLEM).endswith("slower than cpu: no C compiler runs")
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("value", "tokens"),
+    [(None, None), (-1, None), ((-1, -1), None), (128, 128), ((127, 0), 128), ((0, 0), 1)],
+)
+def test_windows_count_tokens(value: int | tuple[int, int] | None, tokens: int | None) -> None:
+    # vLLM gives what it was told on a CPU, on CUDA (tokens to the left, tokens to the right).
+    assert eligibility._window(value) == tokens
 
 
 @pytest.mark.parametrize(

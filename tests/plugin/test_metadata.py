@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from blasst.kernels.threshold import lambda_to_log2
 from blasst.plugin.metadata import LambdaTable, Split, split
 from blasst.plugin.rank import Rank, RankShape
 from blasst.plugin.stamp import Stamp, stamped
@@ -147,6 +148,22 @@ def test_all_rows_vote() -> None:
     assert done is not None
     assert done.stock is None
     assert done.with_block_table(batch().block_table_tensor, batch().slot_mapping).stock is None
+
+
+def test_other_rows_without_tokens_are_no_stock_batch() -> None:
+    starts = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    common = batch(query_start_loc_cpu=starts, query_start_loc=starts, num_reqs=3)
+    done = split(common, [0.5, None, 0.5], lambda common: pytest.fail("no stock rows"), table())
+    assert done is not None
+    assert done.stock is None
+    assert done.vote.part.num_tokens == 8
+
+
+def test_a_lambda_keeps_its_digits_on_the_host() -> None:
+    done = divide(batch(), [0.1, None, None, None, 1 / 3])
+    assert done is not None
+    assert done.vote.batch.log2_lambda == (lambda_to_log2(0.1), lambda_to_log2(1 / 3))
+    assert done.vote.batch.log2_lambda[0] != lambda_to_log2(float(torch.tensor(0.1)))
 
 
 def table() -> LambdaTable:
