@@ -12,33 +12,48 @@ from pathlib import Path
 MIN_TOKENS = 128
 MAX_TOKENS = 1 << 20
 DTYPES = ("float32", "bfloat16", "float16")
+_ABOUT = """Prefill attention at chosen skip rates; times in milliseconds.
+
+On a CPU: problems smollm2-135m (9 q / 3 kv heads x 64) and llama-8b (32 / 8 x 128), one causal
+prompt of each of --lengths over a paged cache. On a GPU: 32 q / 8 kv heads x 128, one causal
+prompt unless said otherwise: 8k, 16k, 32k, 64k, 128k, 8k-full (two requests, not causal), 16k-hd64
+and 64k-hd64 (head_dim 64), 64k-page16, -page32, -page64, -page128, -page256 (paged keys).
+
+Peers: fa4, cudnn, flex (FlexAttention in Triton), vllm-fa3, torch-sdpa, vllm-cpu; all dense, each
+loaded only when asked for, and left out with a reason when it cannot be."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `blasst bench`."""
     parser.description = "Benchmarks. Rounds run every contender once, in turn; medians are shown."
-    parser.epilog = "exit codes: 0 measured, 1 a contender cannot run here, 2 wrong usage"
+    parser.epilog = "exit codes: 0 measured, 1 an implementation cannot run here, 2 wrong usage"
     verbs = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     attention = verbs.add_parser(
         "attention",
-        help="causal prefill attention: dense, with a vote at chosen skip rates, and peers",
-        description="Causal prefill of one prompt over a paged cache; times in milliseconds.",
+        help="prefill attention: dense, with a vote at chosen skip rates, and peers",
+        description=_ABOUT,
         epilog=parser.epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = attention.add_argument
-    add("--problem", action="append", help="smollm2-135m (9 q / 3 kv heads x 64) or llama-8b "
-        "(32 / 8 x 128); may be repeated (default: both)")  # fmt: skip
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where (default: auto)")
+    add("--problem", action="append", metavar="NAME", help="may be repeated (default: both of a "
+        "CPU's, 64k on a GPU)")  # fmt: skip
     add("--lengths", type=_lengths, default=[4096, 8192, 16384], metavar="N,N",
-        help="prompt tokens (default: 4096,8192,16384)")  # fmt: skip
+        help="prompt tokens of a CPU's problems (default: 4096,8192,16384)")  # fmt: skip
     add("--skip-rates", type=_rates, default=[0.0, 0.5, 0.75, 0.95], metavar="R,R",
         help="share of blocks to skip, 0 to 1 (default: 0,0.5,0.75,0.95)")  # fmt: skip
-    add("--impl", default="auto", help="implementation (default: auto)")
-    add("--dtype", default="float32", choices=DTYPES, help="of q, k and v (default: float32)")
+    add("--impl", action="append", metavar="NAME", help="implementation; may be repeated, skip "
+        "rates are dialled for the first (default: auto)")  # fmt: skip
+    add("--dtype", default=None, choices=DTYPES, help="of q, k and v (default: float32 on a CPU, "
+        "bfloat16 on a GPU)")  # fmt: skip
     add("--peer", action="append", default=[], metavar="NAME",
-        help="vllm-cpu or torch-sdpa, dense; may be repeated")  # fmt: skip
+        help="may be repeated; ratios are over the first")  # fmt: skip
     add("--threads", type=int, default=None, help="CPU threads (default: torch's)")
     add("--rounds", type=int, default=5, help="timed rounds (default: 5)")
     add("--markdown", type=Path, default=None, metavar="FILE", help="also write the table here")
+    add("--svg", type=Path, default=None, metavar="FILE",
+        help="also draw time against skip rate here, with the floor of the GPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -47,34 +62,47 @@ def run(args: argparse.Namespace) -> int:
     try:
         import torch
 
-        from blasst.kernels.bench import attention, peers
+        from blasst.kernels.bench import attention, peers, problems, report
         from blasst.kernels.errors import BlasstError
     except ImportError as e:
         return _error(f"blasst bench needs torch: {e}; install blasst[cpu] or blasst[cuda]", 1)
-    problems = args.problem or list(attention.PROBLEMS)
-    for kind, names, known in (
-        ("problem", problems, list(attention.PROBLEMS)),
-        ("peer", args.peer, list(peers.PEERS)),
-    ):
-        unknown = [name for name in names if name not in known]
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = args.problem or list(problems.DEFAULTS[device])
+    here = [name for name, shape in problems.PROBLEMS.items() if shape.on == device]
+    for kind, chosen, known in (("problem", names, here), ("peer", args.peer, list(peers.PEERS))):
+        unknown = [name for name in chosen if name not in known]
         if unknown:
-            return _error(f"{kind} {unknown[0]!r} is unknown; choose from {', '.join(known)}", 2)
+            where = f" on {device}" if kind == "problem" else ""
+            known_here = ", ".join(known) + where
+            return _error(f"{kind} {unknown[0]!r} is unknown; choose from {known_here}", 2)
     if args.rounds < 1 or (args.threads is not None and args.threads < 1):
         return _error("--rounds and --threads must be at least 1", 2)
+    if device == "cuda" and not torch.cuda.is_available():
+        return _error("--device cuda: torch finds no GPU here", 1)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     plan = attention.Plan(
-        problems, args.lengths, args.skip_rates, args.peer, args.impl, args.dtype, args.rounds
-    )
-    where = attention.machine()
+        names, args.lengths, args.skip_rates, args.peer, args.impl or ["auto"], device, dtype,
+        args.rounds, together=device == "cpu",
+    )  # fmt: skip
+    machine = attention.machine(device)
     try:
-        cells = attention.measure(plan, lambda text: print(text, file=sys.stderr, flush=True))
+        cells, left_out = attention.measure(
+            plan, lambda text: print(text, file=sys.stderr, flush=True)
+        )
     except BlasstError as e:
         return _error(str(e), 1)
-    table = attention.markdown(cells, where, _command(sys.argv[1:]))
+    table = report.markdown(cells, machine, left_out, _command(sys.argv[1:]))
     if args.markdown is not None:
         args.markdown.write_text(table)
-    result = {"where": where, "cells": [asdict(cell) for cell in cells]}
+    if args.svg is not None:
+        args.svg.write_text(report.svg(cells))
+    result = {
+        "where": machine, "left_out": left_out, "cells": [asdict(cell) for cell in cells],
+    }  # fmt: skip
     print(json.dumps(result, indent=1) if args.json else table)
     return 0
 
@@ -82,9 +110,10 @@ def run(args: argparse.Namespace) -> int:
 def _command(argv: list[str]) -> str:
     """The command that repeats the table, without the place that it was written to."""
     kept = list(argv)
-    if "--markdown" in kept:
-        at = kept.index("--markdown")
-        del kept[at : at + 2]
+    for option in ("--markdown", "--svg"):
+        if option in kept:
+            at = kept.index(option)
+            del kept[at : at + 2]
     return "blasst " + shlex.join(kept)
 
 

@@ -67,7 +67,8 @@ def parse_csv(text: str) -> list[Counters]:
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         told = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))]
-        raise ValueError("ncu printed no table: " + (" ".join(told) or " ".join(text.split())[-200:]))
+        end = " ".join(text.split())[-200:]
+        raise ValueError("ncu printed no table: " + (" ".join(told) or end))
     rows = list(csv.reader(lines[start:]))
     if len(rows) < 3:
         raise ValueError("ncu profiled no kernel: none ran between the profiler's start and stop")

