@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace, folder: Path) -> None:
     cells: list[Cell] = []
 
     def late() -> bool:
-        return time.monotonic() - started > args.budget_s
+        return bool(time.monotonic() - started > args.budget_s)
 
     sizes = [(n, int(b)) for n in lengths for b in args.batches.split(",")]
     with dial.installed():

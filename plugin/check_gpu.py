@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--mags", default="14000,10000,7000,4500,2500,1500,1000")
     add("--graphs", default="decode", help="eager, decode or default; comma separated: all of them")
     add("--steps", default="tokens,counts,skips,waits", help="which steps, in this order")
+    add("--tp", type=int, default=1, help="GPUs of our engine (default: 1); step ranks needs two")
     add("--dtype", default="bfloat16")
     add("--max-tokens", type=int, default=8, help="of an answer (default: 8)")
     add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
@@ -71,7 +72,7 @@ class _Check:
         for graphs in self.args.graphs.split(","):
             engines = {
                 "stock": self.engine(stock_backend(), graphs),
-                "ours": self.engine("blasst", graphs),
+                "ours": self.engine("blasst", graphs, tensor_parallel_size=self.args.tp),
             }
             for name in self.args.steps.split(","):
                 self.step(f"{name}, {graphs}", partial(getattr(self, name), engines))
@@ -180,6 +181,35 @@ class _Check:
             )
         return {"held": calls["split"] > 0 and calls["forward"] > 0, **calls}
 
+    def ranks(self, engines: dict[str, Any]) -> dict[str, Any]:
+        """100 requests with a threshold each: every rank follows, and they add up to one GPU's."""
+        mags = [1000 + 37 * i for i in range(100)]
+        prompts = (self.short * 100)[:100]
+        single = self.engine("blasst", "eager")
+        found: dict[str, Any] = {}
+        for name, engine in (("one", single), ("all", engines["ours"])):
+            before, tokens = self.tiles(), self._vote_tokens()
+            given = [{"prompt_token_ids": p} for p in prompts]
+            params = [self.params(self.args.max_tokens, blasst_mag=m) for m in mags]
+            answers = engine.generate(given, params, use_tqdm=False)
+            found[f"{name}: answers"] = [list(a.outputs[0].token_ids) for a in answers]
+            found[f"{name}: tiles"] = [a - b for a, b in zip(self.tiles(), before, strict=True)]
+            counted = {k: v - tokens.get(k, 0) for k, v in self._vote_tokens().items()}
+            found[f"{name}: tokens"] = sorted(v for v in counted.values() if v)
+        differ = sum(
+            a != b
+            for a, b in zip(found.pop("one: answers"), found.pop("all: answers"), strict=True)
+        )
+        total = sum(map(len, prompts))
+        one, every = found["one: tiles"], found["all: tiles"]
+        held = found["one: tokens"] == [total] and found["all: tokens"] == [total] * self.args.tp
+        held = held and one[0] == every[0] and abs(one[1] - every[1]) <= 0.01 * one[1]
+        return {"held": held and one[1] > 0, "answers that differ": differ, **found}
+
+    def _vote_tokens(self) -> dict[str, int]:
+        pages = iter_stats(self.stats, RANK)
+        return {page.name: int(page.scalar("prefill_tokens_vote")) for page in pages}
+
     def params(self, max_tokens: int, **extra: Any) -> Any:
         from vllm import SamplingParams
 
@@ -199,25 +229,21 @@ class _Check:
     def layers(self) -> list[list[int]]:
         """[visited, skipped] of each layer, once the page has caught up."""
         time.sleep(4 * STATS_INTERVAL_S)
-        rows: list[list[int]] = []
+        config = json.loads((Path(self.args.model) / "config.json").read_text())
+        rows = [[0, 0] for _ in range(config["num_hidden_layers"])]
         for page in iter_stats(self.stats, RANK):
             tiles = page.arrays["tiles"]
-            size = 2 * int(self._kv_heads())
-            rows = [
-                [int(sum(tiles[i : i + size : 2])), int(sum(tiles[i + 1 : i + size : 2]))]
-                for i in range(0, len(tiles), size)
-            ]
+            size = len(tiles) // len(rows)
+            for i, row in enumerate(rows):
+                row[0] += int(sum(tiles[i * size : (i + 1) * size : 2]))
+                row[1] += int(sum(tiles[i * size + 1 : (i + 1) * size : 2]))
         return rows
 
     def tiles(self) -> tuple[int, int]:
         rows = self.layers()
         return sum(r[0] for r in rows), sum(r[1] for r in rows)
 
-    def _kv_heads(self) -> int:
-        config = json.loads((Path(self.args.model) / "config.json").read_text())
-        return int(config["num_key_value_heads"])
-
-    def engine(self, backend: str, graphs: str) -> Any:
+    def engine(self, backend: str, graphs: str, **options: Any) -> Any:
         return make_engine(
             self.args.model,
             backend,
@@ -226,6 +252,7 @@ class _Check:
             max_model_len=max(map(len, self.long + self.short)) + 64,
             max_num_batched_tokens=self.args.chunk,
             max_num_seqs=64,
+            **options,
         )
 
 
