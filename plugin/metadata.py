@@ -130,7 +130,7 @@ def split(
         cu_seqlens_q = _to_device(torch.from_numpy(chosen.ends), device)
     vote = VoteRows(
         part=chosen,
-        batch=check_batch(chosen.ends.tolist(), _keys(common, chosen.host_rows), values),
+        batch=check_batch(chosen.ends.tolist(), _keys(common)[chosen.host_rows].tolist(), values),
         cu_seqlens_q=cu_seqlens_q,
         page_table=_pick(common.block_table_tensor, chosen.rows),
         seqlens_k=_pick(common.seq_lens, chosen.rows),
@@ -162,7 +162,7 @@ def sub_batch(common: Any, rest: Part) -> Any:
         num_reqs=len(rest.ends) - 1,
         num_actual_tokens=rest.num_tokens,
         max_query_len=int(np.diff(rest.ends).max()),
-        max_seq_len=max(_keys(common, rest.host_rows)),
+        max_seq_len=int(_keys(common)[rest.host_rows].max()),
         block_table_tensor=_pick(common.block_table_tensor, rest.rows),
         slot_mapping=rest.take(common.slot_mapping),
         **row_fields(common, rest.rows, rest.host_rows),
@@ -185,13 +185,12 @@ def _gathered(
     return Part(_to_device(host_rows, device), host_rows, _to_device(tokens, device), ends)
 
 
-def _keys(common: Any, host_rows: Index) -> list[int]:
-    """Keys of these rows. On a GPU from vLLM's own bound, which is exact for prefill rows."""
-    source = common.seq_lens
-    if source.device.type != "cpu":
-        source = common.seq_lens_cpu_upper_bound
-    keys: list[int] = source[host_rows].tolist()
-    return keys
+def _keys(common: Any) -> torch.Tensor:
+    """Keys of each row, on the host. For a GPU vLLM's own bound, which is exact for prefill rows."""
+    known: torch.Tensor = common.seq_lens
+    if known.device.type != "cpu":
+        known = common.seq_lens_cpu_upper_bound
+    return known
 
 
 def _pick(t: torch.Tensor, index: Index) -> torch.Tensor:
