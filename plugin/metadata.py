@@ -186,7 +186,7 @@ def _gathered(
 
 
 def _keys(common: Any) -> torch.Tensor:
-    """Keys of each row, on the host. For a GPU vLLM's own bound, which is exact for prefill rows."""
+    """Keys of each row, on the host. Of a GPU vLLM's own bound, exact for prefill rows."""
     known: torch.Tensor = common.seq_lens
     if known.device.type != "cpu":
         known = common.seq_lens_cpu_upper_bound
