@@ -13,6 +13,7 @@ from blasst.kernels.types import LOG2_E, AttentionSpec, Geometry, PagedKV, Ragge
 from blasst.kernels.verify.subject import Case
 
 TIE = 2e-3  # log2 units: a vote this near to lambda may go either way in float32
+TILE_KEYS = 128
 LEVEL_KEYS = 64  # keys of one level, so that votes go both ways within a tile
 
 
@@ -100,8 +101,10 @@ def _inputs(kernel: Kernel, shape: Shape) -> tuple[torch.Tensor, RaggedKV, torch
     q[..., 0] = 4.0
     # The rows of one warp in four see the levels less, so that warps of a tile disagree.
     q[torch.arange(total_q) % 128 // 16 == 2, :, 0] = 1.0
-    level = torch.randn(total_k // LEVEL_KEYS + 1, shape.num_kv_heads, generator=generator)
-    k[..., 0] += 8.0 * level.repeat_interleave(LEVEL_KEYS, 0)[:total_k]
+    # With a mag, whole tiles of keys lie as far apart as mags do.
+    keys, spread = (LEVEL_KEYS, 8.0) if shape.mag is None else (TILE_KEYS, 24.0)
+    level = torch.randn(total_k // keys + 1, shape.num_kv_heads, generator=generator)
+    k[..., 0] += spread * level.repeat_interleave(keys, 0)[:total_k]
     lambdas = [0.05, 0.3, 0.001, 0.6] if shape.mag is None else [2.0 ** (-shape.mag / 1000)]
     chosen = torch.tensor((lambdas * len(shape.seqlens))[: len(shape.seqlens)])
     return (
