@@ -60,11 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if held else 1
 
 
+ANSWER_TOKENS = 24
+"""Enough for a number of RULER's behind a few words."""
+
+
 class _Check:
     def __init__(self, args: argparse.Namespace, stats: Path) -> None:
         self.args, self.stats = args, stats
-        self.short = _prompts(args.short)
-        self.long = _prompts(args.long)
+        self.short = [line["prompt"] for line in _lines(args.short)]
+        self.long = [line["prompt"] for line in _lines(args.long)]
+        self.gold = [line.get("gold", []) for line in _lines(args.long)]
         self.result: dict[str, Any] = {"prompts": [len(self.short), len(self.long)]}
         self.held = True
 
@@ -121,21 +126,24 @@ class _Check:
         }
 
     def skips(self, engines: dict[str, Any]) -> dict[str, Any]:
-        """Per MAG: skip rate of each layer, time to first token, answers against dense."""
+        """Per MAG: skip rate of each layer, time to first token, answers against dense and gold."""
         rows: list[dict[str, Any]] = []
         mags = [None, *(float(m) for m in self.args.mags.split(","))]
         dense: dict[int, Any] = {}
         for round_ in range(2):  # the first one warms up
             for mag in mags:
-                times, same, before = [], 0, self.layers()
+                times, same, right, before = [], 0, 0, self.layers()
                 for i, prompt in enumerate(self.long):
                     extra: dict[str, Any] = {} if mag is None else {"blasst_mag": mag}
                     started = time.perf_counter()
                     self.answers(engines["ours"], [prompt], max_tokens=1, **extra)
                     times.append(time.perf_counter() - started)
                     if round_:
-                        answer = self.answers(engines["ours"], [prompt], **extra)
+                        (answer,) = self.answers(
+                            engines["ours"], [prompt], max_tokens=ANSWER_TOKENS, **extra
+                        )
                         same += answer == dense.setdefault(i, answer)
+                        right += _holds(answer, self.gold[i])
                 if round_:
                     spent = [
                         [a - b for a, b in zip(x, y, strict=True)]
@@ -148,6 +156,7 @@ class _Check:
                             "layers": [_rate([layer]) for layer in spent],
                             "ttft_s": _by_length(self.long, times),
                             "answers_as_dense": same,
+                            "answers_right": right,
                         }
                     )
         rates = [r["skip_rate"] or 0.0 for r in rows[1:]]
@@ -344,8 +353,14 @@ def _by_length(prompts: Sequence[Sequence[int]], times: Sequence[float]) -> dict
     return {name: statistics.median(values) for name, values in groups.items()}
 
 
-def _prompts(path: Path) -> list[list[int]]:
-    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _holds(answer: list[int], gold: list[int]) -> bool:
+    """Whether an answer holds these tokens side by side; False when there are none."""
+    size = len(gold)
+    return size > 0 and any(answer[i : i + size] == gold for i in range(len(answer) - size + 1))
 
 
 if __name__ == "__main__":
