@@ -491,3 +491,28 @@ def test_shared_prefix_costs_fewer_blocks_than_causal() -> None:
     }
     shared, dense = (each.visited_blocks for each in lists.values())
     assert shared < 0.7 * dense
+
+
+def test_fa4_compiles_our_masks_for_both_generations() -> None:
+    """Forward and backward, deterministic on SM100: FA4's own checks of our lists, its trace of our
+    mask_mod, and ptxas. No GPU is needed."""
+    script = Path(__file__).parent / "scripts" / "compile_fa4.py"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for arguments in (("sm_90a", "132", "no"), ("sm_100a", "148", "deterministic"))
+    ]
+    try:
+        said = [run.communicate(timeout=500) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    for run, (out, err), generation in zip(runs, said, ("Sm90", "Sm100"), strict=True):
+        assert run.returncode == 0, err[-3000:]
+        assert f"FlashAttentionForward{generation}" in out
+        assert f"FlashAttentionBackward{generation}" in out
