@@ -11,6 +11,7 @@ WARPS = WARPGROUP // WARP
 TILES = 2  # of query rows, one softmax warpgroup each
 ROWS = 128  # of a tile: one a thread of its warpgroup, one a lane of tensor memory
 SHARED_MEMORY = 227 * 1024
+STAGES = {64: (6, 4), 128: (3, 2)}  # of keys and of values, by head_dim: what shared memory holds
 ALIGNMENT = 1024  # bytes: the 128-byte swizzle repeats after 8 rows
 
 
@@ -72,7 +73,8 @@ OWN = Schedule((("pv", 0), ("qk", 0), ("pv", 1), ("qk", 1)), (0, 0))
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    cross_p: P of a tile is stored where the scores of the other one were. lazy_log2: how far, in
+    cross_p: P of a tile is stored where the scores of the other one were. schedule, stages (of
+    keys and of values): None = what is best. lazy_log2: how far, in
     log2 units, a running maximum may rise before the output is rescaled.
     """
 
@@ -88,25 +90,21 @@ class Config:
     registers: Registers = Registers()
     tmem: TmemMap = TmemMap()
     tile_n: int = 128
-    key_stages: int = 0
-    value_stages: int = 0
+    stages: tuple[int, int] | None = None
     lazy_log2: float = 8.0
     trace: bool = False
 
-    def __post_init__(self) -> None:
-        keys, values = {64: (6, 4), 128: (3, 2)}.get(self.head_dim, (1, 1))
-        for name, value in (
-            ("schedule", CROSS if self.cross_p else OWN),
-            ("key_stages", keys),
-            ("value_stages", values),
-        ):
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
-
     @property
     def plan(self) -> Schedule:
-        assert self.schedule is not None
-        return self.schedule
+        return self.schedule or (CROSS if self.cross_p else OWN)
+
+    @property
+    def key_stages(self) -> int:
+        return (self.stages or STAGES[self.head_dim])[0]
+
+    @property
+    def value_stages(self) -> int:
+        return (self.stages or STAGES[self.head_dim])[1]
 
     @property
     def tile_m(self) -> int:

@@ -38,6 +38,23 @@ def config_reasons(config: Config) -> list[str]:
     reasons = choice_reasons(dtype=(config.dtype, DTYPES), head_dim=(config.head_dim, HEAD_DIMS))
     if config.page_size % PAGE_UNIT:
         reasons.append(f"page_size {config.page_size} is not a multiple of {PAGE_UNIT}")
+    return reasons + order_reasons(config)
+
+
+def order_reasons(config: Config) -> list[str]:
+    """Why the products of a visit may not be issued in this order; empty: they may."""
+    order = config.plan.order
+    if sorted(order) != [("pv", 0), ("pv", 1), ("qk", 0), ("qk", 1)]:
+        return [f"order {order} does not name each product of both tiles once"]
+    at = {product: place for place, product in enumerate(order)}
+    reasons = []
+    for kind in ("qk", "pv"):
+        if at[kind, 0] > at[kind, 1]:
+            reasons.append(f"{kind} of tile 1 before tile 0: stages are released by tile 1")
+    if config.cross_p and not at["qk", 0] < at["pv", 0] < at["qk", 1] < at["pv", 1]:
+        reasons.append(f"order {order} overwrites a P in the other tile's scores before it is read")
+    if not config.cross_p and any(at["pv", t] > at["qk", t] for t in (0, 1)):
+        reasons.append(f"order {order} overwrites a P in its own scores before it is read")
     return reasons
 
 

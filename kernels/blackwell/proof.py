@@ -1,0 +1,138 @@
+"""The proof as data: which builds run which problems, and under how many schedules.
+
+python -m blasst.kernels.blackwell.proof [--part NAME] [--seeds N] executes the PTX and compares
+every output with the oracle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from blasst.kernels.blackwell.config import Config
+from blasst.kernels.verify.subject import Workbench
+from blasst.kernels.verify.subjects import blackwell
+from blasst.kernels.verify.subjects.attention import Shape
+
+VOTING = Config("bfloat16", 128, True, 0, True, True)
+MAGS = (14000, 10000, 7000, 4500, 2500, 1500, 1000)
+SKIP_RATES = (0.0, 0.51, 0.76, 0.89, 0.95)
+KEY_TILES = (1, 2, 5, 8)
+DIVERSE = 6  # seed of inputs whose skips differ between almost all mags
+EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (3, 0), (1, 1), (129, 300), (255, 257))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One build and its problems. seeds: schedules of each; all must give the same bits."""
+
+    name: str
+    config: Config
+    shapes: tuple[Shape, ...]
+    seeds: int = 4
+
+
+def _square(tiles: int, queries: int = 256) -> tuple[tuple[int, int], ...]:
+    return ((min(queries, tiles * 128), tiles * 128),)
+
+
+def parts() -> list[Part]:
+    """Everything that is proved, cheapest first."""
+    tiles = tuple(Shape(_square(n), num_heads=1) for n in KEY_TILES)
+    edges = Shape(EDGES)
+    mags = tuple(Shape(((256, 1024),), mag=mag, seed=DIVERSE) for mag in MAGS)
+    dialled = tuple(Shape(((256, 2560),), skip_rate=rate) for rate in SKIP_RATES)
+    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2)
+    found = [
+        Part("dense, not causal", replace(DENSE, causal=False), (*tiles, edges)),
+        Part("dense, causal", DENSE, (*tiles, edges)),
+        Part("vote", VOTING, (*tiles, edges, heads, *mags, *dialled)),
+        Part("vote, own P", replace(VOTING, cross_p=False), (*tiles, edges, *mags, *dialled)),
+        Part("vote, not causal", replace(VOTING, causal=False), (*tiles, edges, *mags)),
+        Part("long", VOTING, (Shape(((256, 63 * 128),), num_heads=1, skip_rate=0.5),), 1),
+        Part("schedules", VOTING, (Shape(((256, 640),), mag=2500, seed=DIVERSE),), 200),
+        Part("schedules, dense", DENSE, (Shape(((256, 640),), num_heads=1),), 200),
+        Part(
+            "schedules, own P",
+            replace(VOTING, cross_p=False),
+            (Shape(((256, 640),), mag=2500, seed=DIVERSE),),
+            200,
+        ),
+    ]
+    for head_dim, dtype, page in itertools.product(
+        (64, 128), ("bfloat16", "float16"), (0, 16, 64, 128)
+    ):
+        config = replace(VOTING, head_dim=head_dim, dtype=dtype, page_size=page)
+        found.append(Part(f"head_dim {head_dim}, {dtype}, pages of {page}", config, (edges,), 3))
+    for page in (48, 256):
+        found.append(Part(f"pages of {page}", replace(VOTING, page_size=page), (edges,), 3))
+    return found
+
+
+DENSE = replace(VOTING, vote=False, count=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one problem: wrong holds what was found; digests: the outputs' bits, one a schedule."""
+
+    part: str
+    case: str
+    schedules: int
+    digests: frozenset[str]
+    wrong: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong and len(self.digests) == 1
+
+    def __str__(self) -> str:
+        state = (
+            "ok" if self.ok else f"WRONG, {len(self.digests)} outputs: {'; '.join(self.wrong[:3])}"
+        )
+        return (
+            f"{self.part}: {self.case}: {self.schedules} schedules in {self.seconds:.1f} s: {state}"
+        )
+
+
+def prove(part: Part, seeds: int | None = None) -> Iterator[Outcome]:
+    """Each problem of the part under its schedules, with race detection."""
+    bench = Workbench(blackwell.subject(part.config))
+    for shape in part.shapes:
+        case = blackwell.case(part.config, shape)
+        started = time.perf_counter()
+        count = part.seeds if seeds is None else min(seeds, part.seeds)
+        digests, wrong = set(), []
+        for seed in range(count):
+            verdict = bench.run(case, seed=seed)
+            digests.add(verdict.digest)
+            wrong += [f"schedule {seed}: {line}" for line in verdict.describe()]
+        seconds = time.perf_counter() - started
+        yield Outcome(part.name, case.name, count, frozenset(digests), tuple(wrong), seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: every problem is right under every schedule; 1: not."""
+    parser = argparse.ArgumentParser(prog="python -m blasst.kernels.blackwell.proof")
+    parser.add_argument("--part", default="", help="only parts whose names hold this")
+    parser.add_argument(
+        "--seeds", type=int, help="schedules of each problem, at most (default: all)"
+    )
+    options = parser.parse_args(arguments)
+    failed = 0
+    for part in parts():
+        if options.part in part.name:
+            for outcome in prove(part, options.seeds):
+                print(outcome, flush=True)
+                failed += not outcome.ok
+    print(f"{failed} wrong" if failed else "all right")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
