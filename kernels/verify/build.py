@@ -34,13 +34,15 @@ LIMIT_S = 600
 @dataclass(frozen=True)
 class Recipe:
     """How to make a kernel. builder: "module:function"; the function gets `options` and returns
-    what cute.compile does. options: JSON. lines: keep source lines in the PTX.
+    what cute.compile does. options: JSON. lines: keep source lines in the PTX. overlay: packages
+    that are taken from other folders.
     """
 
     arch: str
     builder: str
     options: str = "{}"
     lines: bool = True
+    overlay: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, arch: str, builder: str, lines: bool = True, **options: Any) -> Recipe:

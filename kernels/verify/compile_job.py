@@ -40,6 +40,8 @@ def main(recipe: dict[str, Any], object_file: str) -> None:
 
     options = json.loads(recipe["options"])
     cutlass.utils.HardwareInfo = no_gpu(recipe["arch"], options.get("processors"))
+    for package, folder in recipe["overlay"]:
+        importlib.import_module(package).__path__ = [folder]
     module, function = recipe["builder"].split(":")
     compiled = getattr(importlib.import_module(module), function)(options)
     compiled.export_to_c(object_file_path=object_file, function_name="kernel")
