@@ -43,6 +43,9 @@ def test_model_runner_v2_tells_who_sits_in_which_row(
     assert found["counts"]["prefill_tokens_dense"] == 5
     assert found["cuda"]["name"] == "BLASST"
     assert found["cuda"]["flash"]
+    # Never ALWAYS: a prefill in a captured graph could not vote.
+    assert found["cuda"]["graphs"] == "UNIFORM_BATCH"
+    assert found["cuda"]["classes"] == ["BlasstCUDABuilder", "BlasstCUDAImpl"]
     check_cuda_forward(found["forward"])
     assert {"sliding window of 128 tokens", "the KV cache is quantised (fp8)"} <= set(
         found["cuda"]["reasons"]

@@ -85,7 +85,7 @@ def cuda_backend() -> dict[str, Any]:
     """The CUDA class imports and is FlashAttention under our name."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
-    from blasst.plugin.cuda_backend import BlasstCUDABackend
+    from blasst.plugin.cuda_backend import BlasstCUDABackend, BlasstCUDABuilder
     from blasst.plugin.eligibility import facts_of, layer_reasons
 
     impl = object.__new__(FlashAttentionImpl)
@@ -107,6 +107,11 @@ def cuda_backend() -> dict[str, Any]:
     return {
         "name": BlasstCUDABackend.get_name(),
         "flash": issubclass(BlasstCUDABackend, FlashAttentionBackend),
+        "graphs": BlasstCUDABuilder.get_cudagraph_support(None, None).name,
+        "classes": [
+            BlasstCUDABackend.get_builder_cls().__name__,
+            BlasstCUDABackend.get_impl_cls().__name__,
+        ],
         "reasons": layer_reasons(facts_of("layers.0", layer, config)),
     }
 
