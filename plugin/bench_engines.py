@@ -44,7 +44,7 @@ GRAPHS: Mapping[str, Mapping[str, Any]] = {
 """How much of a step is captured: nothing, decodes, or what vLLM captures unasked."""
 
 MEMORY_SHARE = 0.42
-"""Of the GPU, for each of two engines."""
+"""Of the GPU, for each of two engines with large models."""
 
 
 def on_cpu() -> bool:
@@ -68,14 +68,20 @@ def write_llama(folder: Path, dtype: str, **changes: Any) -> Path:
 
 
 def make_engine(
-    model: str | Path, backend: str, graphs: str, *, dummy: bool = False, **options: Any
+    model: str | Path,
+    backend: str,
+    graphs: str,
+    *,
+    dummy: bool = False,
+    memory_share: float = MEMORY_SHARE,
+    **options: Any,
 ) -> Any:
-    """vLLM's LLM without prefix caching. dummy: random weights and no tokenizer."""
+    """vLLM's LLM without prefix caching. dummy: random weights; memory_share: of each GPU."""
     from vllm import LLM
 
     given: dict[str, Any] = {**GRAPHS[graphs], **options}
     if not on_cpu():
-        given.setdefault("gpu_memory_utilization", MEMORY_SHARE)
+        given["gpu_memory_utilization"] = memory_share
     if dummy:
         given["load_format"] = "dummy"
     return LLM(
