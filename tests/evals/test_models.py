@@ -187,3 +187,22 @@ def test_samples_of_the_real_tokenizer_and_essays(real_model: Path) -> None:
     assert [s.prompt_format for s in made] == ["chatml"] * 6
     assert all(1950 <= len(s.prompt) + s.max_tokens <= 2048 for s in made)
     assert all(s.prompt[0] == 1 and s.prompt.count(1) == 2 for s in made)
+
+
+def test_retrieval_model_comes_from_a_folder_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digest = hashlib.sha256(b"{}").hexdigest()
+    monkeypatch.setattr(models, "RETRIEVAL_FILES", {"config.json": digest})
+    with pytest.raises(EvalsError, match="fetch --retrieval FOLDER"):
+        models.retrieval_folder(quiet)
+    folder = models.retrieval_folder(quiet, source)
+    assert models.retrieval_folder(quiet) == folder
+    (source / "config.json").write_text("[]")
+    (folder / "config.json").write_text("changed")
+    with pytest.raises(EvalsError, match="has sha256"):
+        models.retrieval_folder(quiet, source)

@@ -1,0 +1,94 @@
+"""Shapes, curriculum and schedule; the defaults remade the model of docs/ruler.md in 15 minutes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blasst.evals.errors import InputError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """LlamaForCausalLM with tied embeddings; 25.7 M parameters."""
+
+    hidden: int = 512
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 128
+    feed_forward: int = 1408
+    vocabulary: int = 4096
+    theta: float = 1e6
+    positions: int = 32768
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """seconds: time box. lengths: tokens of a document -> share of the tokens. micro: tokens a
+    micro-batch; accumulate: of these a step. mix: shares of copy, needles, chains and counting.
+    gate: the stage ends early when copy and needles reach this share of answer tokens."""
+
+    seconds: float
+    lengths: dict[int, float]
+    micro: int
+    accumulate: int
+    mix: tuple[float, float, float, float]
+    gate: float | None = None
+
+
+def curriculum() -> tuple[Stage, ...]:
+    """Induction first, at short lengths and small steps; then ever longer documents."""
+    tasks = (0.02, 0.58, 0.2, 0.2)
+    return (
+        Stage(150, {256: 1.0}, 32768, 1, (0.5, 0.4, 0.1, 0.0), gate=0.9),
+        Stage(130, {512: 0.3, 1024: 0.7}, 65536, 1, (0.05, 0.55, 0.2, 0.2)),
+        Stage(190, {1024: 0.25, 4096: 0.75}, 131072, 1, (0.03, 0.57, 0.2, 0.2)),
+        Stage(380, {1024: 0.1, 4096: 0.2, 16384: 0.7}, 131072, 2, tasks),
+        Stage(250, {1024: 0.1, 4096: 0.2, 16384: 0.4, 32768: 0.3}, 131072, 2, tasks),
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """background: share of the other tokens that are trained on too, with weight 0.1. decay: the
+    last share of the time in which the rate falls. leg_s: seconds before it saves and stops."""
+
+    shape: Shape = field(default_factory=Shape)
+    stages: tuple[Stage, ...] = field(default_factory=curriculum)
+    rate: float = 2e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    decay: float = 0.35
+    background: float = 0.05
+    workers: int = 14
+    leg_s: float = 550.0
+    seed: int = 1
+    evaluate: int = 64
+
+    @property
+    def total_s(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+
+def read(path: Path | None) -> Training:
+    """Defaults with the changes of a JSON file. Raises InputError for an unknown name."""
+    if path is None:
+        return Training()
+    try:
+        body: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        if "shape" in body:
+            body["shape"] = Shape(**body["shape"])
+        if "stages" in body:
+            body["stages"] = tuple(_stage(stage) for stage in body["stages"])
+        return Training(**body)
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise InputError(f"{path} is not a training configuration: {e!r}") from e
+
+
+def _stage(body: dict[str, Any]) -> Stage:
+    lengths = {int(length): float(share) for length, share in body.pop("lengths").items()}
+    return Stage(lengths=lengths, mix=tuple(body.pop("mix")), **body)
