@@ -209,9 +209,9 @@ static int attend(struct work *work, const struct item *item, const struct mask 
                 block.visible = mask->visible + h * mask->head + span.first - mask->first_key;
                 block.mask_row = mask->row;
             }
-            int wild = score(&shape, &block, head, own);
+            score(&shape, &block, head, own);
             visited++;
-            if (!wild && head->started && all_vote_skip(&shape, head, own, request->log2_lambda)) {
+            if (head->started && all_vote_skip(&shape, head, own, request->log2_lambda)) {
                 skipped++;
                 continue;
             }

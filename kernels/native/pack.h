@@ -136,7 +136,7 @@ static int pack_keys(const struct call *call, const struct span *span, float *to
     int64_t dim = call->head_dim, at, width, run = 0;
     int tame = 1;
     if (span->count % PANEL)
-        memset(to + span->count / PANEL * PANEL * dim, 0, PANEL * dim * sizeof(float));
+        memset(to + span->count / PANEL * PANEL * dim, 0, (size_t)(PANEL * dim) * sizeof(float));
     for (int64_t i = 0; i < span->count; i += width) {
         run = run_of(call, k, span, i, &at);
         width = PANEL - i % PANEL < run ? PANEL - i % PANEL : run;

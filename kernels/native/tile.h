@@ -64,21 +64,18 @@ static void hide(const struct shape *shape, const struct block *block, int64_t r
     for (int64_t j = 0; j < shape->width; j += LANES) *peak = vmax(*peak, load(scores + j));
 }
 
-/* A row that sees NaN or +inf becomes NaN, and its block is kept. */
-static int mark_wild(const struct shape *shape, struct head_rows *head, const struct scratch *own) {
-    int found = 0;
+/* A row that sees NaN or +inf becomes NaN, and never votes skip from then on. */
+static void mark_wild(const struct shape *shape, struct head_rows *head, const struct scratch *own) {
     for (int64_t r = 0; r < shape->rows; r++)
         for (int64_t j = 0; j < shape->width; j++)
             if (!(own->scores[r * shape->width + j] < INFINITY)) {
                 head->top[r] = NAN;
                 head->sum[r] = splat(NAN);
-                found = 1;
             }
-    return found;
 }
 
-/* Scores of the block and block_top, the largest of each row. Returns whether one is wild. */
-static int score(const struct shape *shape, const struct block *block, struct head_rows *head,
+/* Scores of the block, and block_top, the largest of each row. */
+static void score(const struct shape *shape, const struct block *block, struct head_rows *head,
                  const struct scratch *own) {
     for (int64_t r = 0; r < shape->rows; r++) own->peak[r] = splat(-INFINITY);
     for (int64_t panel = 0; panel < shape->width; panel += PANEL)
@@ -92,9 +89,8 @@ static int score(const struct shape *shape, const struct block *block, struct he
     for (int64_t r = 0; r < shape->rows; r++)
         if (block->visible != NULL || sees(block, r) < shape->width)
             hide(shape, block, r, own->scores + r * shape->width, own->peak + r);
-    int wild = !(block->tame && head->tame) && mark_wild(shape, head, own);
+    if (!block->tame || !head->tame) mark_wild(shape, head, own);
     for (int64_t r = 0; r < shape->rows; r++) own->block_top[r] = largest(own->peak[r]);
-    return wild;
 }
 
 /* Whether every row votes skip. NaN does not: no comparison with it is true. */

@@ -23,7 +23,7 @@ from blasst.kernels.testing import (
     error_budget,
     paged,
 )
-from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
+from blasst.kernels.types import LN_2, AttentionSpec, BlockMask, Geometry, PagedKV, RaggedKV
 
 RAGGED = [(300, 300), (1, 513), (0, 40), (257, 1300), (50, 0), (40, 20)]
 LAMBDAS = torch.tensor([0.05, 0.3, 0.5, 0.2, 0.9, 0.7], dtype=torch.float64)
@@ -329,18 +329,65 @@ def test_other_geometries(attend: Attend, tile: tuple[int, int]) -> None:
     assert counters[:, 1].sum() > 0
 
 
-def test_a_nan_row_stays_its_own_and_never_votes_skip(attend: Attend) -> None:
+def _everything(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return k >= 0 * q
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_nan_row_stays_its_own_and_never_votes_skip(attend: Attend, masked: bool) -> None:
     d = _dialled(0.75)
     q = d.q.clone()
     q[1400, 0] = math.nan
+    spec = AttentionSpec()
+    if masked:  # every block is one that the mask may cut
+        some = block_mask_from(_everything, seqlens=[(1500, 1500)], num_heads=6)
+        none = torch.zeros_like(some.partial_counts), some.partial_indices
+        spec = AttentionSpec(
+            block_mask=BlockMask(_everything, some.full_counts, some.full_indices, *none)
+        )
     counters = torch.zeros(2, 2, dtype=torch.int64)
-    out, _ = attend(q, d.kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda, counters=counters)
+    out, _ = attend(
+        q, d.kv, d.cu_seqlens_q, spec=spec, skip_lambda=d.skip_lambda, counters=counters
+    )
     assert out[1400, 0].isnan().all()
     rest = torch.ones(1500, 6, dtype=torch.bool)
     rest[1400, 0] = False
     assert out[rest].isfinite().all()
-    assert counters[0, 1] < d.counts(3)[0, 1]
+    # No block of that tile of one head is skipped.
+    assert d.skipped[0, 1400 // 128].sum() > 0
+    assert counters[0, 1] == d.counts(3)[0, 1] - d.skipped[0, 1400 // 128].sum()
     assert counters[1, 1] == d.counts(3)[1, 1]
+
+
+@pytest.mark.parametrize("where", [0, 17, 127])
+def test_a_nan_key_keeps_a_block_that_would_be_skipped(attend: Attend, where: int) -> None:
+    d = _dialled(0.75)
+    low = int(d.low[1].nonzero()[0])
+    k = d.kv.k.clone()
+    k[low * 128 + where, 1, 5] = math.nan
+    counters = torch.zeros(2, 2, dtype=torch.int64)
+    kv = RaggedKV(k, d.kv.v, d.kv.cu_seqlens_k)
+    out, _ = attend(d.q, kv, d.cu_seqlens_q, skip_lambda=d.skip_lambda, counters=counters)
+    sees = torch.arange(1500) >= low * 128 + where
+    assert torch.equal(out[:, 3:].isnan().any(-1).any(-1), sees)
+    assert out[:, :3].isfinite().all()
+    assert counters[0, 1] == d.counts(3)[0, 1]
+    # Rows that have become NaN keep all that is left of it, too.
+    assert counters[1, 1] <= d.counts(3)[1, 1] - 3 * d.skipped[1, :, low].sum()
+
+
+def test_a_tie_is_kept(attend: Attend) -> None:
+    """Scores are whole numbers in log2 units, so that lambda can be met exactly."""
+    q, k = torch.zeros(128, 1, 64), torch.zeros(384, 1, 64)
+    q[..., 0] = 1.0
+    k[:128, 0, 0], k[128:256, 0, 0] = -2.0, -1.0
+    kv = RaggedKV(k, k.clone(), cumulative([384]))
+    spec = AttentionSpec(softmax_scale=LN_2, causal=False)
+    for exponent, skipped in ((-1.0, 1), (-2.0, 0), (-0.5, 2)):
+        counters = torch.zeros(1, 2, dtype=torch.int64)
+        skip_lambda = torch.tensor([2.0**exponent], dtype=torch.float64)
+        attend(q, kv, cumulative([128]), spec=spec, skip_lambda=skip_lambda, counters=counters)
+        assert counters.tolist() == [[3, skipped]]
 
 
 def test_out_is_filled_in_place_and_any_strides_are_read(attend: Attend) -> None:
