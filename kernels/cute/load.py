@@ -8,6 +8,7 @@ from cutlass import Int32
 
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.trace import NO_TRACE, Step, Trace
 from blasst.kernels.cute.windows import copy_window, window
 
 
@@ -53,6 +54,7 @@ def load_blocks(
     ring: Ring,
     tile: Tile,
     place: tuple[int, Int32, cute.Tensor | None],
+    trace: Trace = NO_TRACE,
 ) -> None:
     """Its share of all blocks of keys or values that the tile visits.
 
@@ -69,6 +71,7 @@ def load_blocks(
         if cutlass.const_expr(pages is not None):
             next_page = read_pages(config, pages, tile, n - 1)
         barrier = ring.acquire(visit)
+        trace.mark(Step.WAIT_EMPTY, visit)
         stage = smem[None, None, ring.stage(visit)]
         for part in cutlass.range_constexpr(loader, config.windows, config.loaders):
             offset = n * config.tile_n + part * config.window
@@ -81,6 +84,7 @@ def load_blocks(
                 rows = window(source.coordinates, key % config.page_size, valid, (kv_head, at))
             target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
             copy_window(source.atom, rows, target, barrier)
+        trace.mark(Step.LOAD, visit)
         page = next_page
 
 

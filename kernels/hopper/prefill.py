@@ -152,12 +152,13 @@ class HopperPrefill:
         pages = None
         if cutlass.const_expr(config.page_size > 0):
             pages = arrays.page_table[place.request, None]
+        trace = start_trace(arrays.trace, warp)
         for loader in cutlass.range_constexpr(config.loaders):
             mine = (loader, place.kv_head, pages)
             if warp == loader:
-                load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine)
+                load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine, trace)
             if warp == config.loaders + loader:
-                load_blocks(config, arrays.v, shared.v, shared.values, tile, mine)
+                load_blocks(config, arrays.v, shared.v, shared.values, tile, mine, trace)
 
     @cute.jit
     def consume(
