@@ -97,9 +97,9 @@ def _report(verdicts: Sequence[Verdict], vllm_config: Any, settings: Settings) -
         )
     if vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0:
         logger.info("%s", table(verdicts))
-        slow = [v for v in verdicts if v.impl == Impl.CPU_TORCH and v.problem is not None]
+        slow = [v.problem for v in verdicts if v.impl == Impl.CPU_TORCH and v.problem is not None]
         if slow and settings.impl == AUTO:
-            logger.warning("blasst: %s", slower(slow[0].problem))
+            logger.warning("blasst: %s", slower(slow[0]))
 
 
 def slower(problem: Problem) -> str:
