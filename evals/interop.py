@@ -1,0 +1,61 @@
+"""Results and samples for other programs: NVIDIA's evaluation, and `vllm bench serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from blasst.evals.cells import Results
+from blasst.evals.errors import InputError
+from blasst.evals.prompts import PromptEncoder
+from blasst.evals.samples import Sample
+from blasst.evals.thresholds import Point, key_of, name_of
+
+
+def nvidia_predictions(results: Results, point: Point, length: int, folder: Path) -> list[Path]:
+    """TASK.jsonl as `long_context_eval/eval/evaluate.py --data_dir FOLDER` reads them; its scores
+    must be those of our report. Raises InputError without answers at this threshold and length."""
+    written = []
+    for task in results.tasks:
+        lines = [
+            {
+                "index": record["index"],
+                "input": "",
+                "pred": record["prediction"],
+                "outputs": record["answers"],
+                "others": {"id": record["sample"]},
+            }
+            for record in results.accuracy
+            if (record["threshold"], record["task"], record["length"])
+            == (key_of(point), task, length)
+        ]
+        if lines:
+            lines.sort(key=lambda line: line["index"])
+            written.append(_write(folder / f"{task}.jsonl", lines))
+    if not written:
+        raise InputError(f"the results hold no answer under {name_of(point)} at {length} tokens")
+    return written
+
+
+def bench_prompts(samples: Sequence[Sample], encoder: PromptEncoder, path: Path) -> Path:
+    """For `vllm bench serve --dataset-name custom --skip-chat-template`: the same token ids, as
+    text that the tokenizer turns back into them. Raises InputError where it does not."""
+    lines = []
+    for sample in samples:
+        text = encoder.decode(sample.prompt)
+        again = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+        if tuple(again) != sample.prompt:
+            raise InputError(f"sample {sample.id} cannot be written as text without changing it")
+        lines.append({"prompt": text, "output_tokens": 1})
+    return _write(path, lines)
+
+
+def _write(path: Path, lines: Sequence[dict[str, object]]) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise InputError(f"{path} cannot be written: {e.strerror}") from e
+    return path
