@@ -21,9 +21,9 @@ def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.T
     return prefill(Inputs.of(call, out, counters))
 
 
-def prefill(inputs: Inputs) -> torch.Tensor:
-    """Fills inputs.out, returns lse."""
-    config = Config(**inputs.choices())
+def prefill(inputs: Inputs, *, cross_p: bool = True) -> torch.Tensor:
+    """Fills inputs.out, returns lse. cross_p: as in Config."""
+    config = Config(**inputs.choices(), cross_p=cross_p, trace=inputs.trace is not None)
     return inputs.start(config_reasons(config), lambda: _compiled(config))
 
 

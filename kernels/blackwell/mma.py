@@ -13,6 +13,8 @@ from cutlass.cute.nvgpu import tcgen05
 from blasst.kernels.blackwell.config import TILES, Config
 from blasst.kernels.blackwell.edges import Edges
 from blasst.kernels.cute.ring import Ring
+from blasst.kernels.cute.trace import NO_TRACE, Trace
+from blasst.kernels.instruments.steps import Step
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Multiplier:
     visits: Int32
     leads: tuple[Int32, Int32]
     kept: cute.Tensor
+    trace: Trace = NO_TRACE
 
     @cute.jit
     def multiply(self) -> None:
@@ -60,6 +63,7 @@ class Multiplier:
                     self.issue_qk(tile, i, False)
                 else:
                     self.issue_pv(tile, i - 1)
+            self.trace.mark(Step.ISSUE, i)
         for kind, tile in order:
             if cutlass.const_expr(kind == "pv"):
                 self.issue_pv(tile, self.visits - 1)

@@ -29,6 +29,7 @@ from blasst.kernels.cute.load import load_blocks, load_queries
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.trace import Trace, start_trace
 
 
 class Shared(NamedTuple):
@@ -114,7 +115,8 @@ class BlackwellPrefill:
             cute.arch.setmaxregister_decrease(registers.other)
             if warp == roles.mma:
                 if tile.n_blocks > 0:
-                    self.multiplier(shared, base, tile.n_blocks, leads).multiply()
+                    trace = start_trace(arrays.trace, warp)
+                    self.multiplier(shared, base, (tile.n_blocks, leads), trace).multiply()
                 cute.arch.relinquish_tmem_alloc_permit()
                 cute.arch.barrier(
                     barrier_id=config.teardown_barrier, number_of_threads=WARPGROUP + WARP
@@ -220,6 +222,7 @@ class BlackwellPrefill:
             floor,
             cute.make_rmem_tensor(3, Float32),
             self.dtype,
+            start_trace(arrays.trace, cute.arch.make_warp_uniform(cute.arch.warp_idx())),
         )
         skipped = softmax.attend()
         if row < tile.rows:
@@ -259,9 +262,15 @@ class BlackwellPrefill:
 
     @cute.jit
     def multiplier(
-        self, shared: Shared, base: cute.Pointer, visits: Int32, leads: tuple[Int32, Int32]
+        self,
+        shared: Shared,
+        base: cute.Pointer,
+        job: tuple[Int32, tuple[Int32, Int32]],
+        trace: Trace,
     ) -> Multiplier:
+        """job: visits, and the lead of each tile."""
         config = self.config
+        visits, leads = job
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shapes = (ROWS, config.tile_n), (ROWS, config.head_dim)
         mma_qk, mma_pv = (
@@ -295,7 +304,15 @@ class BlackwellPrefill:
             tuple(place_at(out, base + c, Float32) for c in config.tmem.out),
         )
         return Multiplier(
-            config, operands, shared.edges, shared.keys, shared.values, visits, leads, shared.kept
+            config,
+            operands,
+            shared.edges,
+            shared.keys,
+            shared.values,
+            visits,
+            leads,
+            shared.kept,
+            trace,
         )
 
 

@@ -15,7 +15,9 @@ from blasst.kernels.blackwell.config import WARPGROUP, Config
 from blasst.kernels.blackwell.edges import Edges
 from blasst.kernels.cute import tmem
 from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.trace import NO_TRACE, Trace
 from blasst.kernels.cute.vote import any_thread
+from blasst.kernels.instruments.steps import Step
 
 LN_2 = math.log(2.0)
 
@@ -45,6 +47,7 @@ class Softmax:
     floor: Float32
     state: cute.Tensor
     element_type: Any
+    trace: Trace = NO_TRACE
 
     @cute.jit
     def attend(self) -> Int32:
@@ -85,11 +88,15 @@ class Softmax:
     def visit(self, i: Int32, masked: cutlass.Constexpr[bool]) -> Boolean:
         """Returns whether the block was kept."""
         self.edges.edge("s_full", self.index).wait(i)
+        self.trace.mark(Step.WAIT_SCORES, i)
         scores, largest = self.read_scores(i, masked)
+        self.trace.mark(Step.MAX, i)
         kept = self.vote(largest, i)
+        self.trace.mark(Step.VOTE, i)
         if kept:
             self.send_scale(self.raise_maximum(largest), i)
             self.exponentiate(scores, i)
+            self.trace.mark(Step.EXP2, i)
         else:
             self.send_scale(Float32(1.0), i)
             self.wait_window(i, Float32(0.0))
