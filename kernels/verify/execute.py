@@ -54,6 +54,12 @@ class Executor:
         self.program = program
         self.files: list[RegisterFile] = []
 
+    def registers(self, warps: int) -> list[RegisterFile]:
+        """Of that many warps, made when they are first needed."""
+        while len(self.files) < warps:
+            self.files.append(RegisterFile(self.program.layout))
+        return self.files[:warps]
+
     def run(
         self,
         launch: Launch,
@@ -68,8 +74,6 @@ class Executor:
 
         evidence: filled with what each synchronisation did, when races are looked for.
         """
-        while len(self.files) < launch.threads // 32:
-            self.files.append(RegisterFile(self.program.layout))
         findings = Findings(self.program.instructions)
         run = Run(findings)
         started = time.perf_counter()
@@ -86,7 +90,7 @@ class Executor:
                     self.program,
                     launch,
                     memory,
-                    self.files[: launch.threads // 32],
+                    self.registers(launch.threads // 32),
                     first,
                     findings,
                     schedule,
