@@ -104,7 +104,8 @@ def xy_chart(chart: XyChart) -> str:
     finite = [v for s in chart.series for v in s.values if math.isfinite(v)]
     ticks = nice_ticks(min(finite), max(finite)) if finite else [0.0, 1.0]
     low, high = ticks[0], ticks[-1]
-    inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    # Room for half of the last name.
+    inner_w, inner_h = _WIDTH - _LEFT - _RIGHT - 10, _HEIGHT - _TOP - _BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float] | None:
         if not (math.isfinite(x) and math.isfinite(y)):
