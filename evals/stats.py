@@ -78,7 +78,10 @@ def mean_difference(
     low, high = np.quantile(means / count, [0.05, 0.95])
     # One more changed pair, half of it each way: +-1/2 squared twice, over pairs squared.
     padded = math.sqrt(error**2 + 1 / pairs**2)
-    bounds = Interval(min(float(low), mean - Z95 * padded), max(float(high), mean + Z95 * padded))
+    bounds = Interval(
+        max(-1.0, min(float(low), mean - Z95 * padded)),
+        min(1.0, max(float(high), mean + Z95 * padded)),
+    )
     return MeanDifference(mean, padded, bounds)
 
 
@@ -87,6 +90,6 @@ def two_sided(differences: Sequence[float], *, seed: int = 0) -> Interval:
     found = mean_difference([differences], seed=seed)
     factor = 1.959963984540054 / Z95
     return Interval(
-        found.mean + (found.bounds.low - found.mean) * factor,
-        found.mean + (found.bounds.high - found.mean) * factor,
+        max(-1.0, found.mean + (found.bounds.low - found.mean) * factor),
+        min(1.0, found.mean + (found.bounds.high - found.mean) * factor),
     )
