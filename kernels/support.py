@@ -33,6 +33,10 @@ def own_geometry(problem: Problem, impl: Impl) -> Geometry:
         from blasst.kernels.blackwell.launch import geometry_of as blackwell_geometry
 
         return blackwell_geometry(problem)
+    if impl is Impl.TRITON:
+        from blasst.kernels.triton.launch import geometry_of as triton_geometry
+
+        return triton_geometry(problem)
     return Geometry()
 
 

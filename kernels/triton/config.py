@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from blasst.kernels.types import Geometry
 
 BYTES = 2  # of an element: both dtypes
-MIN_SHARED_MEMORY = 101376  # of compute capability 8.6, the least that is supported
+MIN_SHARED_MEMORY = 101376  # bytes of a program on compute capability 8.6, 8.9 and 12.0
+SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
 SLACK = 3072  # bytes beside the tiles: reductions, page numbers
 
 
@@ -48,6 +49,15 @@ def config_for(geometry: Geometry, head_dim: int, *, paged: bool, shared_memory:
         if shared_bytes(geometry, head_dim, config, paged) <= shared_memory:
             return config
     return Config(warps, 1, False)
+
+
+def own_geometry(head_dim: int, capability: tuple[int, int] | None, *, paged: bool) -> Geometry:
+    """What votes unless the caller says: 128 x 128, or 128 x 64 where two blocks of keys and values
+    do not fit beside the query rows, so that the next could not be fetched ahead."""
+    wide = Geometry(128, 128)
+    limit = SHARED_MEMORY.get(capability or (9, 0), MIN_SHARED_MEMORY)
+    fits = config_for(wide, head_dim, paged=paged, shared_memory=limit).v_ahead
+    return wide if fits else Geometry(128, 64)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from blasst.kernels.triton.config import (
     Config,
     config_for,
     device_shared_memory,
+    own_geometry,
 )
 from blasst.kernels.triton.lists import WORD, BlockLists, block_lists
 from blasst.kernels.types import LOG2_E, Geometry, PagedKV, Problem, RaggedKV
@@ -95,9 +96,14 @@ def config_of(q: torch.Tensor, geometry: Geometry, *, paged: bool) -> Config:
     return config_for(geometry, q.shape[2], paged=paged, shared_memory=shared_memory)
 
 
+def geometry_of(problem: Problem) -> Geometry:
+    """What votes unless the caller says."""
+    return own_geometry(problem.head_dim, problem.capability, paged=problem.page_size is not None)
+
+
 def problem_reasons(problem: Problem) -> list[str]:
     """Why there is no kernel for a problem, whatever the GPU; empty: there is one."""
-    geometry = problem.geometry or Geometry()
+    geometry = problem.geometry or geometry_of(problem)
     reasons = [
         f"{name} {value} is not one of {', '.join(map(str, choices))}"
         for name, value, choices in (

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from blasst.kernels.triton.config import Config, buffers, config_for, shared_bytes
+from blasst.kernels.support import own_geometry
+from blasst.kernels.triton.config import (
+    MIN_SHARED_MEMORY,
+    SHARED_MEMORY,
+    Config,
+    buffers,
+    config_for,
+    shared_bytes,
+)
 from blasst.kernels.triton.launch import problem_reasons
-from blasst.kernels.types import Geometry, Problem
+from blasst.kernels.types import Geometry, Impl, Problem
 
 PROBLEM = Problem(128, 32, 8, "bfloat16", "cuda", (8, 0), vote=True)
-SHARED_MEMORY = (101376, 166912, 232448)
+LIMITS = (101376, 166912, 232448)
 
 
-@pytest.mark.parametrize("shared_memory", SHARED_MEMORY)
+@pytest.mark.parametrize("shared_memory", LIMITS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_config_fits_and_is_as_deep_as_it_can_be(head_dim: int, shared_memory: int) -> None:
     for tile_m, tile_n, paged in product((16, 32, 64, 128), (16, 32, 64, 128), (True, False)):
@@ -24,6 +33,23 @@ def test_a_config_fits_and_is_as_deep_as_it_can_be(head_dim: int, shared_memory:
         if config.num_stages < 3:
             deeper = Config(config.num_warps, 3, True)
             assert shared_bytes(geometry, head_dim, deeper, paged) > shared_memory
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "tile_n"),
+    [((8, 0), 128, 128), ((8, 6), 128, 64), ((8, 6), 64, 128), ((9, 0), 128, 128),
+     ((12, 0), 128, 64), (None, 128, 128)],
+)  # fmt: skip
+def test_blocks_are_narrow_where_two_wide_ones_do_not_fit(
+    capability: tuple[int, int] | None, head_dim: int, tile_n: int
+) -> None:
+    for page_size in (None, 16):
+        problem = replace(PROBLEM, capability=capability, head_dim=head_dim, page_size=page_size)
+        geometry = own_geometry(problem, Impl.TRITON)
+        assert geometry == Geometry(128, tile_n)
+        limit = SHARED_MEMORY.get(capability or (9, 0), MIN_SHARED_MEMORY)
+        config = config_for(geometry, head_dim, paged=page_size is not None, shared_memory=limit)
+        assert config.v_ahead
 
 
 def test_page_numbers_take_every_second_stage() -> None:
