@@ -9,6 +9,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from blasst.kernels.bench import mask_verb
+
 MIN_TOKENS = 128
 MAX_TOKENS = 1 << 20
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,6 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Benchmarks. Rounds run every contender once, in turn; medians are shown."
     parser.epilog = "exit codes: 0 measured, 1 an implementation cannot run here, 2 wrong usage"
     verbs = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    mask_verb.configure(
+        verbs.add_parser(
+            "masks",
+            help="block masks for training: routes, errors, determinism, masks under a vote",
+            description="Masked attention, B=1, H=16, D=128, bfloat16 (float32 on a CPU).",
+            epilog=parser.epilog,
+        )
+    )
     attention = verbs.add_parser(
         "attention",
         help="prefill attention: dense, with a vote at chosen skip rates, and peers",
@@ -66,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         from blasst.kernels.errors import BlasstError
     except ImportError as e:
         return _error(f"blasst bench needs torch: {e}; install blasst[cpu] or blasst[cuda]", 1)
+    if args.benchmark == "masks":
+        return mask_verb.run(args, _command(sys.argv[1:]))
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,346 @@
+"""`blasst bench masks`: routes of masked attention, their speed, errors and bits.
+
+Sections run one after the other and are written as they end, so that a box of time keeps its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from blasst.kernels.bench import mask_cases as cases
+from blasst.kernels.bench.mask_cases import Case, Run
+from blasst.kernels.errors import BlasstError
+from blasst.kernels.masks import MaskCache
+from blasst.kernels.masks.bound import AttentionMask
+from blasst.kernels.masks.cute_mod import cute_mask_mod
+from blasst.kernels.masks.fa4 import GEOMETRIES, backward_tensors, load_fa4, sparse_tensors
+from blasst.kernels.types import Geometry
+
+Row = dict[str, Any]
+TENSORS = ("out", "dq", "dk", "dv")
+REPEATS = 12
+FLOOR_REPEATS = 6
+ERROR_TOKENS = 16384
+"""Longest sequence of the float32 comparison: one head of it takes 6 GiB."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """lengths: tokens; rounds: timed ones; small: tokens of the sections about bits."""
+
+    lengths: tuple[int, ...]
+    rounds: int
+    device: str
+    small: int = 4096
+    num_heads: int = 16
+    head_dim: int = 128
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        return cases.ROUTES if self.device == "cuda" else ("eager",)
+
+    def case(self, mask: str, tokens: int, batch: int = 1) -> Case:
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        return Case(mask, tokens, batch, self.num_heads, self.head_dim, self.device, dtype)
+
+
+Section = Callable[[Plan], Iterator[Row]]
+
+
+def speed(plan: Plan) -> Iterator[Row]:
+    """Forward, and forward + backward, of every route."""
+    for tokens in plan.lengths:
+        for name in cases.MASKS:
+            case = plan.case(name, tokens)
+            mask = cases.bound(case)
+            qkv, grad = cases.inputs(case)
+            left_out: dict[str, str] = {}
+            contenders = [*plan.routes, *(("sdpa",) if tokens <= ERROR_TOKENS else ())]
+            forward, both = {}, {}
+            for route in contenders:
+                function = cases.attend(route, mask)
+                runs = cases.forward(function, qkv), cases.both(function, qkv, grad)
+                if (why := refusal(runs[1])) is not None:
+                    left_out[route] = why
+                    continue
+                forward[route], both[route] = runs
+            sparsity = mask.lists(Geometry()).sparsity
+            fwd = cases.interleaved(forward, plan.rounds, plan.device)
+            total = cases.interleaved(both, plan.rounds, plan.device)
+            for route in fwd:
+                yield {
+                    "mask": name, "tokens": tokens, "route": route, "sparsity": sparsity,
+                    "forward_ms": fwd[route], "both_ms": total[route],
+                }  # fmt: skip
+            for route, why in left_out.items():
+                yield {"mask": name, "tokens": tokens, "route": route, "left_out": why}
+
+
+def errors(plan: Plan) -> Iterator[Row]:
+    """Relative mean error and largest error against float32, head by head."""
+    for tokens in (n for n in plan.lengths if n <= ERROR_TOKENS):
+        for name in cases.MASKS:
+            case = plan.case(name, tokens)
+            mask = cases.bound(case)
+            qkv, grad = cases.inputs(case)
+            exact = _float32(mask, qkv, grad)
+            for route in (*plan.routes, "sdpa"):
+                run = cases.both(cases.attend(route, mask), qkv, grad)
+                if (why := refusal(run)) is not None:
+                    yield {"mask": name, "tokens": tokens, "route": route, "left_out": why}
+                    continue
+                row: Row = {"mask": name, "tokens": tokens, "route": route}
+                for label, got, want in zip(TENSORS, _tensors(run), exact, strict=True):
+                    off = (got.float() - want).abs()
+                    row[f"{label}_relative"] = float(off.mean() / want.abs().mean())
+                    row[f"{label}_max"] = float(off.max())
+                yield row
+
+
+def score_mod(plan: Plan) -> Iterator[Row]:
+    """The same mask as a score_mod that returns -inf: no block is skipped. FlexAttention only."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Any = torch.compile(flex_attention)
+    for tokens in plan.lengths:
+        if tokens > ERROR_TOKENS:
+            continue
+        case = plan.case("shared_prefix", tokens)
+        mask = cases.bound(case)
+        mod, (qkv, _) = mask.mask_mod, cases.inputs(case)
+        turned = [t.transpose(1, 2) for t in qkv]
+        blocks = mask.flex(Geometry())
+
+        def hide(score: Any, b: Any, h: Any, q: Any, k: Any, mod: Any = mod) -> Any:
+            return torch.where(mod(b, h, q, k), score, -torch.inf)
+
+        def flex(turned: Any = turned, **how: Any) -> Any:
+            with torch.no_grad():
+                return compiled(*turned, **how)
+
+        as_mask, as_score = partial(flex, block_mask=blocks), partial(flex, score_mod=hide)
+
+        difference = float((as_mask().float() - as_score().float()).abs().max())
+        ms = cases.interleaved({"mask": as_mask, "score": as_score}, plan.rounds, plan.device)
+        yield {
+            "tokens": tokens, "block_mask_ms": ms["mask"], "score_mod_ms": ms["score"],
+            "ratio": ms["score"] / ms["mask"], "max_difference": difference,
+        }  # fmt: skip
+
+
+def backward(plan: Plan) -> Iterator[Row]:
+    """Direct FA4 with and without key-major lists: what its silent dense backward costs."""
+    if plan.device != "cuda":
+        yield {"left_out": "needs a CUDA GPU"}
+        return
+    for tokens in plan.lengths:
+        for name in cases.MASKS:
+            case = plan.case(name, tokens)
+            mask = cases.bound(case)
+            qkv, grad = cases.inputs(case)
+            runs = {
+                label: cases.both(_fa4(mask, with_lists), qkv, grad)
+                for label, with_lists in (("sparse", True), ("dense", False))
+            }
+            if (why := refusal(runs["sparse"])) is not None:
+                yield {"mask": name, "tokens": tokens, "left_out": why}
+                continue
+            ms = cases.interleaved(runs, plan.rounds, plan.device)
+            yield {
+                "mask": name, "tokens": tokens, "sparse_ms": ms["sparse"],
+                "dense_ms": ms["dense"], "ratio": ms["dense"] / ms["sparse"],
+            }  # fmt: skip
+
+
+def determinism(plan: Plan) -> Iterator[Row]:
+    """12 repeats of forward + backward on the same inputs, under each setting of torch."""
+    for setting, (strict, warn) in {
+        "off": (False, False),
+        "warn_only": (True, True),
+        "strict": (True, False),
+    }.items():
+        for name in cases.MASKS:
+            case = plan.case(name, plan.small)
+            mask = cases.bound(case)
+            qkv, grad = cases.inputs(case)
+            for route in plan.routes:
+                run = cases.both(cases.attend(route, mask), qkv, grad)
+                row: Row = {"setting": setting, "mask": name, "route": route}
+                try:
+                    torch.use_deterministic_algorithms(strict, warn_only=warn)
+                    row |= _spread(run, REPEATS) if refusal(run) is None else {
+                        "left_out": refusal(run)
+                    }  # fmt: skip
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                yield row
+
+
+def invariance(plan: Plan) -> Iterator[Row]:
+    """Whether neighbours change one request's bits: batch size, neighbours' data and layout.
+
+    First the run-to-run noise of each route; a difference above it is a neighbour's.
+    """
+    for name in cases.MASKS:
+        for route in plan.routes:
+            floor = _floor(plan, name, route)
+            if "left_out" in floor:
+                yield {"mask": name, "route": route, **floor}
+                continue
+            for axis, spread in (
+                ("batch size", _batch_axis(plan, name, route)),
+                ("neighbours' data", _data_axis(plan, name, route)),
+                ("neighbours' layout", _layout_axis(plan, name, route)),
+            ):
+                yield {
+                    "mask": name, "route": route, "axis": axis,
+                    **{f"{label}_floor": floor[label] for label in TENSORS},
+                    **{label: value for label, value in zip(TENSORS, spread, strict=True)},
+                }  # fmt: skip
+
+
+def lists(plan: Plan) -> Iterator[Row]:
+    """Building a layout's block lists, and finding it again in the cache, in ms of wall time."""
+    import time
+
+    for tokens in plan.lengths:
+        layout = cases.segments(tokens)
+        for name, expression in cases.MASKS.items():
+            cache = MaskCache()
+            built, found = [], []
+            for i in range(4):
+                start = time.perf_counter()
+                mask = (MaskCache() if i < 3 else cache).bind(expression, layout, plan.device)
+                _ = mask.lists(Geometry()).visited_blocks
+                built.append(1e3 * (time.perf_counter() - start))
+            for _ in range(20):
+                start = time.perf_counter()
+                cache.bind(expression, layout, plan.device).lists(Geometry())
+                found.append(1e3 * (time.perf_counter() - start))
+            yield {
+                "mask": name, "tokens": tokens, "built_ms": sorted(built[1:])[1],
+                "found_ms": sorted(found)[len(found) // 2], "hit_rate": cache.stats.hit_rate,
+            }  # fmt: skip
+
+
+def refusal(run: Run) -> str | None:
+    """Runs once; why it cannot."""
+    try:
+        run()
+    except (BlasstError, NotImplementedError, RuntimeError, AssertionError) as e:
+        return f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+    return None
+
+
+def _tensors(run: Run) -> list[torch.Tensor]:
+    result = run()
+    assert isinstance(result, list)
+    return result
+
+
+def _float32(mask: AttentionMask, qkv: cases.Tensors, grad: torch.Tensor) -> list[torch.Tensor]:
+    parts = []
+    for head in range(grad.shape[2]):
+        one = [t[:, :, head : head + 1].float() for t in (*qkv, grad)]
+        run = cases.both(cases.attend("eager", mask), (one[0], one[1], one[2]), one[3])
+        parts.append(_tensors(run))
+    return [torch.cat(column, 2) for column in zip(*parts, strict=True)]
+
+
+def _fa4(mask: AttentionMask, with_lists: bool) -> Callable[..., torch.Tensor]:
+    fa4 = load_fa4()
+    lists_ = mask.lists(GEOMETRIES[torch.cuda.get_device_capability()[0]])
+    backward_lists = backward_tensors(fa4, lists_, deterministic=False) if with_lists else None
+    forward_lists = sparse_tensors(fa4, lists_.by_query, lists_.geometry)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = fa4.interface.flash_attn_func(
+            q,
+            k,
+            v,
+            mask_mod=cute_mask_mod(mask),
+            aux_tensors=mask.aux_tensors,
+            block_sparse_tensors=forward_lists,
+            block_sparse_tensors_bwd=backward_lists,
+        )[0]
+        return out
+
+    return run
+
+
+def _spread(run: Run, repeats: int) -> Row:
+    """How many repeats differ from the first, and by how much, for each tensor."""
+    first = [t.clone() for t in _tensors(run)]
+    row: Row = {"repeats": repeats}
+    for label in TENSORS:
+        row[label], row[f"{label}_differ"] = 0.0, 0
+    for _ in range(repeats - 1):
+        for label, a, b in zip(TENSORS, first, _tensors(run), strict=True):
+            row[label] = max(row[label], float((a.float() - b.float()).abs().max()))
+            row[f"{label}_differ"] += not torch.equal(a, b)
+    return row
+
+
+def _pinned(
+    plan: Plan, name: str, route: str, layout: Any, batch: int, seed: int, own: int
+) -> list[torch.Tensor]:
+    """out, dq, dk, dv of the first `own` tokens of row 0; all else is drawn from `seed`."""
+    mask = cases.packed(name, layout, plan.device)
+    case = plan.case(name, layout.seqlen, batch)
+    fixed, fixed_grad = cases.inputs(plan.case(name, own), seed=1)
+    drawn, grad = cases.inputs(case, seed=seed)
+    for t, own_part in zip((*drawn, grad), (*fixed, fixed_grad), strict=True):
+        t[0, :own] = own_part[0]
+    run = cases.both(cases.attend(route, mask), drawn, grad)
+    return [t[0, :own].clone() for t in _tensors(run)]
+
+
+def _largest(results: list[list[torch.Tensor]]) -> list[float]:
+    return [
+        max(float((r[i].float() - results[0][i].float()).abs().max()) for r in results)
+        for i in range(len(TENSORS))
+    ]
+
+
+def _floor(plan: Plan, name: str, route: str) -> Row:
+    own = plan.small // 4
+    layout = cases.documents([own, plan.small - own], plan.small)
+
+    def run() -> list[torch.Tensor]:
+        return _pinned(plan, name, route, layout, 1, 2, own)
+
+    if (why := refusal(run)) is not None:
+        return {"left_out": why}
+    return _spread(run, FLOOR_REPEATS)
+
+
+def _batch_axis(plan: Plan, name: str, route: str) -> list[float]:
+    results = []
+    for batch in (1, 2, 4, 8):
+        layout = cases.segments(plan.small, batch)
+        results.append(_pinned(plan, name, route, layout, batch, batch, plan.small))
+    return _largest(results)
+
+
+def _data_axis(plan: Plan, name: str, route: str) -> list[float]:
+    own = plan.small // 4
+    layout = cases.documents([own, plan.small - own], plan.small)
+    return _largest([_pinned(plan, name, route, layout, 1, seed, own) for seed in range(3, 7)])
+
+
+def _layout_axis(plan: Plan, name: str, route: str) -> list[float]:
+    own = plan.small // 4
+    rest = plan.small - own
+    ragged = rest * 377 // 1201
+    splits = [[rest], [rest // 3] * 3, [rest // 6] * 6, [ragged, rest - ragged]]
+    results = []
+    for split in splits:
+        split[-1] += rest - sum(split)
+        layout = cases.documents([own, *split], plan.small)
+        results.append(_pinned(plan, name, route, layout, 1, 9, own))
+    return _largest(results)
