@@ -95,7 +95,12 @@ def _add_server_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]
         "measure skip rates, write a preset",
         verb_server.calibrate,
     )
-    for sub in (doctor, calibrate):
+    check = _verb(
+        verbs, "bench-check", "is our TTFT that of `vllm bench serve`?", verb_server.bench_check
+    )
+    check.add_argument("--count", type=int, default=10, help="prompts (default: %(default)s)")
+    check.add_argument("--vllm-command", default="vllm", help="program (default: %(default)s)")
+    for sub in (doctor, calibrate, check):
         add_server_options(sub)
         sub.add_argument("--model", type=Path, help="model folder (default: the demo model)")
         sub.add_argument("--prompt-format", default="auto", help="as for `ruler sweep`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,35 @@ def doctor(args: argparse.Namespace) -> int:
         for finding in findings:
             print(f"{finding.grade:<6} {finding.check:<16} {finding.words}")
     return int(any(finding.grade == "fault" for finding in findings))
+
+
+def bench_check(args: argparse.Namespace) -> int:
+    """0: both programs agree within 3%; 1: they do not."""
+    from blasst.evals.bench_check import compare
+    from blasst.evals.client import Completions
+    from blasst.evals.models import smollm2_folder
+    from blasst.evals.prompts import PromptEncoder
+    from blasst.evals.samples import generate
+    from blasst.evals.tasks import Haystack
+
+    folder = args.model or smollm2_folder(say)
+    encoder = PromptEncoder(folder, args.prompt_format)
+    length, haystack = max(args.lengths), Haystack(())
+    # Lines of random keys: two prompts have no more than the template in common.
+    samples = list(
+        generate(
+            "niah_multikey_2", length, args.count, seed=SEED, encoder=encoder, haystack=haystack
+        )
+    )
+    with contextlib.closing(Completions(args.url[0], timeout_s=args.timeout)) as client:
+        name = client.model(args.served_model).name
+        command = shlex.split(args.vllm_command)
+        found = compare(client, name, folder, samples, encoder, command)
+    if args.json:
+        print(json.dumps({"ours": found.ours, "vllm": found.theirs, "ratio": found.ratio}))
+    else:
+        print(f"TTFT of {len(samples)} prompts, ours / vllm bench serve: {found.ratio:.4f}")
+    return 0 if found.agrees else 1
 
 
 def calibrate(args: argparse.Namespace) -> int:

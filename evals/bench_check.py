@@ -1,0 +1,96 @@
+"""Our TTFT against that of `vllm bench serve`: the same prompts, one at a time, on one server."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blasst.evals.client import Completions
+from blasst.evals.errors import ServerError
+from blasst.evals.interop import bench_prompts
+from blasst.evals.prompts import PromptEncoder
+from blasst.evals.samples import Sample
+
+TOLERANCE = 0.03
+"""Above it, one of the two programs measures something else."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds, per prompt. ours: mean of a run before and a run after the other program's."""
+
+    ours: tuple[float, ...]
+    theirs: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the prompts of ours / theirs."""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.ratio - 1) <= TOLERANCE
+
+
+def compare(
+    client: Completions,
+    name: str,
+    model: Path,
+    samples: Sequence[Sample],
+    encoder: PromptEncoder,
+    command: Sequence[str],
+) -> Comparison:
+    """command: `vllm`, or what stands for it. model: folder with the tokenizer. The server's
+    prefix cache must be off, or the prompts must differ from their first tokens on: the other
+    program gives all its prompts one salt. Raises ServerError when it fails."""
+    client.generate(name, samples[0].prompt, 1)
+    first = _ours(client, name, samples)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = _theirs(client.url, name, model, samples, encoder, command, Path(folder))
+    second = _ours(client, name, samples)
+    ours = tuple((a + b) / 2 for a, b in zip(first, second, strict=True))
+    return Comparison(ours, theirs)
+
+
+def _ours(client: Completions, name: str, samples: Sequence[Sample]) -> list[float]:
+    return [client.generate(name, sample.prompt, 1).ttft_s for sample in samples]
+
+
+def _theirs(
+    url: str,
+    name: str,
+    model: Path,
+    samples: Sequence[Sample],
+    encoder: PromptEncoder,
+    command: Sequence[str],
+    folder: Path,
+) -> tuple[float, ...]:
+    prompts = bench_prompts(samples, encoder, folder / "prompts.jsonl")
+    salt = {"cache_salt": uuid.uuid4().hex, "add_special_tokens": False}
+    argv = [*command, "bench", "serve", "--backend", "openai", "--base-url", url]
+    argv += ["--endpoint", "/v1/completions", "--model", name, "--tokenizer", str(model)]
+    argv += ["--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template"]
+    argv += ["--custom-output-len", "1", "--disable-shuffle", "--temperature", "0"]
+    argv += ["--num-prompts", str(len(samples)), "--max-concurrency", "1", "--num-warmups", "1"]
+    argv += ["--extra-body", json.dumps(salt), "--save-result", "--save-detailed"]
+    argv += ["--result-dir", str(folder), "--result-filename", "result.json"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=folder)
+    result = folder / "result.json"
+    if done.returncode or not result.exists():
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise ServerError(f"{argv[0]} bench serve ended with {done.returncode}: {last}")
+    body: dict[str, Any] = json.loads(result.read_text("utf-8"))
+    sent = [int(n) for n in body["input_lens"]]
+    if sent != [len(sample.prompt) for sample in samples]:
+        raise ServerError(f"{argv[0]} bench serve sent {sent} tokens: not the same prompts")
+    return tuple(float(seconds) for seconds in body["ttfts"])
