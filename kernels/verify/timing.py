@@ -17,7 +17,7 @@ import numpy as np
 from blasst.kernels.instruments.timeline import Span, Timeline
 from blasst.kernels.verify import steps
 from blasst.kernels.verify.block import Block
-from blasst.kernels.verify.costs import MODELS, Model, cost
+from blasst.kernels.verify.costs import MODELS, Cost, Model, cost
 from blasst.kernels.verify.errors import DeadlockError, VerifyError
 from blasst.kernels.verify.findings import Findings
 from blasst.kernels.verify.memory import Memory
@@ -36,7 +36,7 @@ ASYNCHRONOUS = ("tcgen05.ld", "ld.")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Straight-line instructions. length: cycles if alone; busy: of each pipe; step: its name."""
+    """Instructions of one segment. length: cycles if alone; busy: of each pipe; step: its name."""
 
     length: float
     busy: dict[str, float]
@@ -53,33 +53,35 @@ class Timing:
 
 
 def chunks(program: Program, step: Step) -> list[Chunk]:
-    """A segment in pieces, each scheduled on its own: in order, results after their latency."""
-    found = []
+    """A segment in pieces. The assembler may reorder it: its length is that of the longest chain
+    of dependent instructions, or of the busiest pipe; the pieces share it by what they issue.
+    """
     instructions = program.instructions[step.at : step.end]
-    for start in range(0, len(instructions), CHUNK):
-        piece = instructions[start : start + CHUNK]
-        found.append(_schedule(piece))
-    return found
-
-
-def _schedule(piece: Sequence[Instruction]) -> Chunk:
-    now = 0.0
-    free: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
     ready: dict[str, float] = {}
-    for ins in piece:
+    for ins in instructions:
         price = cost(ins)
-        words = [_registers(o) for o in ins.operands]
-        needed = [ready.get(w, 0.0) for group in words[1:] for w in group]
-        start = max(now, free[price.pipe], *needed, 0.0)
-        if price.pipe != "none":
-            now = start + 1.0
-            free[price.pipe] = start + price.busy
-            busy[price.pipe] += price.busy
-            busy["issue"] += 1.0
-        for word in words[0] if words else ():
+        targets, *sources = [_registers(o) for o in ins.operands]
+        start = max((ready.get(word, 0.0) for group in sources for word in group), default=0.0)
+        for word in targets:
             ready[word] = start + price.latency
-    return Chunk(max([now, *ready.values()]), dict(busy), steps.of_run(piece))
+        for pipe, cycles in _use(price):
+            busy[pipe] += cycles
+    length = max([*ready.values(), *busy.values()])
+    pieces = [instructions[i : i + CHUNK] for i in range(0, len(instructions), CHUNK)]
+    return [_piece(piece, length / len(pieces)) for piece in pieces]
+
+
+def _use(price: Cost) -> list[tuple[str, float]]:
+    return [] if price.pipe == "none" else [(price.pipe, price.busy), ("issue", 1.0)]
+
+
+def _piece(piece: Sequence[Instruction], length: float) -> Chunk:
+    busy: dict[str, float] = defaultdict(float)
+    for ins in piece:
+        for pipe, cycles in _use(cost(ins)):
+            busy[pipe] += cycles
+    return Chunk(length, dict(busy), steps.of_run(piece))
 
 
 def _registers(operand: str) -> list[str]:
@@ -191,7 +193,7 @@ class TimedBlock(Block):
         if warp.parked is not None:
             self.sleeping[warp] = self.now
             return
-        end = self._occupy(warp, {price.pipe: price.busy, "issue": 1.0}, 1.0)
+        end = self._occupy(warp, dict(_use(price)), 1.0)
         asynchronous = ins.opcode.startswith(ASYNCHRONOUS)
         if step.kind == EFFECT and asynchronous:
             latency = price.latency
@@ -213,8 +215,6 @@ class TimedBlock(Block):
         part = warp.id % self.model.parts
         end = self.now + length
         for pipe, cycles in busy.items():
-            if pipe == "none":
-                continue
             start = max(self.pipes[part, pipe], self.now)
             self.pipes[part, pipe] = start + cycles
             end = max(end, start + cycles)
