@@ -17,10 +17,15 @@ from blasst.kernels.errors import BlasstError
 from blasst.kernels.exchange.desired import DENSE, DesiredState, DesiredStateError, read_desired
 from blasst.kernels.exchange.desired import FILE_NAME as DESIRED
 from blasst.kernels.native import build
-from blasst.kernels.types import Problem
+from blasst.kernels.types import Impl, Problem
 from blasst.plugin.admission import Deployment
 from blasst.plugin.settings import NAMES, STATE_DIR, Settings, SettingsError, check_state_dir
 from blasst.plugin.versions import PINS, unsupported_reason
+
+BLACKWELL_ADVICE = (
+    "its PTX is proved on a CPU (docs/sm100.md), it was never run on such a GPU by us: once, run "
+    "python -m blasst.kernels.blackwell.on_hardware correctness soak"
+)
 
 Status = Literal["ok", "warning", "error"]
 
@@ -195,3 +200,5 @@ def _implementation(settings: Settings, desired: DesiredState) -> Iterator[Findi
             )
         return
     yield Finding("implementation", "ok", f"{choice} (for head_dim 128, bfloat16)")
+    if choice.impl is Impl.BLACKWELL:
+        yield Finding("blackwell kernel", "ok", BLACKWELL_ADVICE)

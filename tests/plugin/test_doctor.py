@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from blasst.kernels.dispatch import choose
 from blasst.kernels.exchange.desired import DesiredState, write_desired
@@ -127,6 +128,21 @@ def test_no_implementation_is_a_warning_while_dense(monkeypatch: pytest.MonkeyPa
     found = finding("implementation")
     assert found.status == "warning"
     assert "hopper: tensors are on cpu" in found.detail
+
+
+def test_on_a_blackwell_gpu_it_says_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="the kernel needs nvidia-cutlass-dsl")
+    for name, value in (
+        ("is_available", True),
+        ("get_device_capability", (10, 0)),
+        ("get_device_name", "NVIDIA B200"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert finding("implementation").detail.startswith("blackwell (for head_dim 128")
+    found = finding("blackwell kernel")
+    assert found.status == "ok"
+    assert "never run on such a GPU" in found.detail
+    assert "python -m blasst.kernels.blackwell.on_hardware" in found.detail
 
 
 def test_the_cpu_kernel_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
