@@ -24,6 +24,8 @@ LAMBDAS = tuple(2.0**-e for e in (14, 12, 10, 8, 7, 6, 5, 4, 3, 2.5, 2, 1.5, 1, 
 """From MAG 14000 to MAG 500."""
 _USABLE = (0.01, 0.97)
 """Skip rates outside are flat against lambda: a logarithm through them says nothing."""
+LOOSE = 0.1
+"""Above this error of a skip rate the curve is no promise."""
 _TILES = {"hopper": (64, 128), "blackwell": (128, 128)}
 _OTHERS = (128, 128)
 _ROWS, _KEYS = (32, 64, 128, 256), (64, 128, 256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Sample:
         """Tokens of context that a server must have for this sample."""
         return len(self.prompt) + max(self.max_tokens, len(self.gold))
 
-    @property
+    @functools.cached_property
     def prompt_sha256(self) -> str:
         """Of the ids of prompt and gold answer: two equal ones are the same measurement."""
         text = f"{','.join(map(str, self.prompt))}|{','.join(map(str, self.gold))}"

@@ -110,6 +110,7 @@ def _add_server_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]
     add = calibrate.add_argument
     add("--tasks", nargs="+", default=["niah_multivalue", "vt"], metavar="TASK", help="of RULER")
     add("--count", type=int, default=2, help="prompts a task and length (default: %(default)s)")
+    add("--data", type=Path, help="folder with RULER's texts, as for `ruler sweep`")
     add("--results", type=Path, help="take the counters of a sweep instead of a server")
     add("--geometry", metavar="IMPL:MxN", help="with --results: of the server's kernel")
     add("--out", type=Path, required=True, help="preset file to write")

@@ -91,6 +91,11 @@ def calibrate(args: argparse.Namespace) -> int:
     else:
         model, geometry, points, data, version = _calibrate_server(args)
     preset = program.preset_of(model, geometry, points, data, version)
+    if preset.fit.error > program.LOOSE:
+        say(
+            f"the curve misses skip rates by up to {preset.fit.error:.1%}: lambda * L does not "
+            "hold over these lengths; calibrate at those that you serve"
+        )
     _write(args.out, preset.dumps())
     if args.sparse_config is not None:
         body = {"sparse_attention_config": preset.sparse_attention_config(args.target)}
@@ -120,7 +125,7 @@ def _calibrate_server(
     with contextlib.ExitStack() as stack:
         (runner,) = runners_of(args, _Nowhere(), options, stack)
         runner.check_length(max(args.lengths))
-        samples = list(make_samples(suite, args.model, args.prompt_format, say))
+        samples = list(make_samples(suite, args.model, args.prompt_format, say, args.data))
         runner.check_tokenizer(samples[0])
         runner.activate(None, samples[0])
         try:
