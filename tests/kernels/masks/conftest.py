@@ -1,7 +1,7 @@
 """Runs the CuTe DSL form of a mask on the CPU: the DSL compiles host functions too."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +61,15 @@ class CuteRunner:
                         out[b, q, k] = cutlass.Int32(1) if seen else cutlass.Int32(0)
 
         return fill
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors of these tests are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

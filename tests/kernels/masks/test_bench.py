@@ -1,7 +1,6 @@
 """`blasst bench masks` on a CPU: the program that a GPU only has to run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,6 @@ from blasst.server.cli import main
 SMALL = ["--device", "cpu", "--heads", "1", "--head-dim", "64", "--rounds", "1", "--small", "64"]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The sizes are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_rows_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, table = tmp_path / "rows.json", tmp_path / "table.md"
     chosen = [s for s in SECTIONS if s != "score_mod"]

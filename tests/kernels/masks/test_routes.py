@@ -143,12 +143,13 @@ def test_our_kernel_under_a_mask(name: str) -> None:
     torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["shared prefix", "window"])
-def test_flex_attention_compiled(name: str) -> None:
+def test_flex_attention_compiled() -> None:
     """Inductor's C++ kernel on our block lists; lists of the wrong blocks would drop keys."""
-    mask = bind(MASKS[name], segments(6, 1, 384))
+    mask = bind(MASKS["shared prefix"] & sliding_window(200), segments(6, 1, 384))
     q, k, v = tensors(7, mask, (4, 2), 32, torch.float32)
-    with torch.no_grad():
+    torch._dynamo.reset()
+    # With symbolic sizes the C++ that Inductor 2.13 writes for a CPU does not compile.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False), torch.no_grad():
         out, _ = flex.run(
             Inputs(q, k, v, mask, 0.2), backend="TRITON", geometry=flex.TRITON_GEOMETRY
         )
