@@ -12,7 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def _log2_or_ninf(x):
-    return tl.where(x > 0, tl.math.log2(tl.where(x > 0, x, 1.0)), float("-inf"))
+    # == 0, not > 0: a NaN must show.
+    return tl.where(x == 0, float("-inf"), tl.math.log2(tl.where(x == 0, 1.0, x)))
 
 
 @triton.jit
@@ -48,24 +49,24 @@ def _visible_bits(Bits, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _vote(block_max, row_max, vote, scale_log2):
-    """Whether a row of the tile needs the block.
+def _vote(block_max, row_max, vote, scale_log2, first):
+    """Whether a row of the tile needs the block; all are needed at lambda 0, and the first visited.
 
-    A row that has seen nothing and sees nothing is NaN here: no veto. The first visited block is
-    kept because one of its rows has seen nothing yet and sees something.
+    A row that sees nothing does not veto. Not below, instead of above: a NaN does.
     """
     row_exists, log2_lambda = vote
-    veto = row_exists & ((block_max - row_max) * scale_log2 >= log2_lambda)
-    return tl.max(veto.to(tl.int32), 0) > 0
+    below = (block_max - row_max) * scale_log2 < log2_lambda
+    veto = row_exists & (block_max != float("-inf")) & (below == 0)
+    return (tl.max(veto.to(tl.int32), 0) > 0) | first | (log2_lambda == float("-inf"))
 
 
 @triton.jit
 def _visit_block(
-    state, q, n, keys, reach, vote, scale_log2, mask,
+    state, q, n, first, keys, reach, vote, scale_log2, mask,
     MASK: tl.constexpr, VOTE: tl.constexpr, PAGE: tl.constexpr, V_AHEAD: tl.constexpr,
     LISTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """MASK: the block may hold keys that not every row sees. mask: (bits, tile, first visit)."""
+    """first: of the tile's visits. MASK: not every row may see every key. mask: (bits, tile)."""
     acc, row_sum, row_max, skipped = state
     d = tl.arange(0, HEAD_DIM)
     at_k, at_v, key, exists = _block_pointers(n, keys, PAGE, TILE_N)
@@ -85,10 +86,7 @@ def _visit_block(
     block_max = tl.max(s, 1)
     keep = True
     if VOTE:
-        keep = _vote(block_max, row_max, vote, scale_log2)
-        if LISTS:
-            # Nothing may be visible in a first block that a list names.
-            keep = keep | mask[2]
+        keep = _vote(block_max, row_max, vote, scale_log2, first)
         skipped += tl.where(keep, 0, 1)
     if keep:
         new_max = tl.maximum(row_max, block_max)
@@ -193,24 +191,25 @@ def prefill_kernel(
         n_blocks = tl.load(counts + at)
         for i in tl.range(0, n_blocks):
             n = tl.load(blocks + at * max_blocks + i)
-            mask = (bits, tl.load(tiles + at * max_blocks + i), i == 0)
+            mask = (bits, tl.load(tiles + at * max_blocks + i))
             acc, row_sum, row_max, skipped = _visit_block(
-                (acc, row_sum, row_max, skipped), q, n, keys, reach, vote, scale_log2, mask,
+                (acc, row_sum, row_max, skipped), q, n, i == 0, keys, reach, vote, scale_log2, mask,
                 True, VOTE, PAGE, False, True, TILE_M, TILE_N, HEAD_DIM,
             )  # fmt: skip
     else:
         for i in tl.range(0, n_blocks - n_full, num_stages=1):
             acc, row_sum, row_max, skipped = _visit_block(
-                (acc, row_sum, row_max, skipped), q, n_blocks - 1 - i, keys, reach, vote,
-                scale_log2, (), True, VOTE, PAGE, False, False, TILE_M, TILE_N, HEAD_DIM,
+                (acc, row_sum, row_max, skipped), q, n_blocks - 1 - i, i == 0, keys, reach,
+                vote, scale_log2, (), True, VOTE, PAGE, False, False, TILE_M, TILE_N, HEAD_DIM,
             )  # fmt: skip
         for i in tl.range(0, n_full, num_stages=STAGES):
             acc, row_sum, row_max, skipped = _visit_block(
-                (acc, row_sum, row_max, skipped), q, n_full - 1 - i, keys, reach, vote,
-                scale_log2, (), False, VOTE, PAGE, V_AHEAD, False, TILE_M, TILE_N, HEAD_DIM,
+                (acc, row_sum, row_max, skipped), q, n_full - 1 - i, i + n_blocks == n_full,
+                keys, reach, vote, scale_log2, (), False, VOTE, PAGE, V_AHEAD, False, TILE_M,
+                TILE_N, HEAD_DIM,
             )  # fmt: skip
 
-    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # a row that saw nothing: 0
+    out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw nothing: 0
     lse = (row_max * scale_log2 + _log2_or_ninf(row_sum)) * 0.6931471805599453
     at_out = Out + at_row * stride_out[0] + head * stride_out[1]
     tl.store(

@@ -49,7 +49,8 @@ def attend(
     lambdas = None if skip_lambda is None else torch.tensor(skip_lambda, device=device)
     call = check_call(inputs.q, inputs.ragged, inputs.cu_seqlens_q, spec, lambdas, None, None)
     want = run_reference(call)
-    assert want.smallest_margin > 1e-3, "the inputs hold a tie"
+    # NaN where nobody sees a block at lambda 0: no tie.
+    assert not want.smallest_margin < 1e-3, "the inputs hold a tie"
     out = torch.full_like(inputs.q, torch.nan)
     counters = torch.zeros(2, 2, dtype=torch.int64, device=device)
     lse = run(call, out, counters)
@@ -103,6 +104,21 @@ def test_a_first_block_without_a_visible_key_is_visited_not_skipped(
     _, want = attend(inputs, mask, False, [0.3, 0.05])
     assert want.visited[0][:, :, 4].all()
     assert not want.skipped[0][:, :, 4].any()
+
+
+def test_lambda_0_skips_not_even_a_block_that_nobody_sees(
+    make_case: Callable[..., tuple[Any, Any]],
+) -> None:
+    _, inputs = make_case(**LOW)
+    m_blocks, n_blocks = 3, 5
+    lists = torch.arange(n_blocks).expand(1, 1, m_blocks, n_blocks).int().contiguous()
+    counts = torch.full((1, 1, m_blocks), n_blocks, dtype=torch.int32)
+    none = torch.zeros_like(counts)
+    mask = BlockMask(lambda b, h, q, k: (k // 32 != 1) & (q >= 0), counts, lists, none, lists)
+    counters, _ = attend(inputs, mask, False, [0.0, 0.0])
+    assert counters[:, 1].sum() == 0
+    counters, _ = attend(inputs, mask, False, [1e-30, 1e-30])
+    assert counters[:, 1].sum() > 0
 
 
 def test_lists_name_blocks_from_right_to_left_and_bits_of_partial_ones(

@@ -50,17 +50,16 @@ BUGS = {
     ),
     "one lambda for all requests": Bug("tl.load(SkipLambda + request)", "tl.load(SkipLambda)"),
     "scores compared before they are scaled": Bug(
-        "((block_max - row_max) * scale_log2 >= log2_lambda)",
-        "((block_max - row_max) >= log2_lambda)",
+        "below = (block_max - row_max) * scale_log2 < log2_lambda",
+        "below = (block_max - row_max) < log2_lambda",
     ),
     # The output stays right: only the skips tell.
     "vote on a maximum that lags by up to 2^8": Bug(
         "new_max = tl.maximum(row_max, block_max)",
         "new_max = tl.where((block_max - row_max) * scale_log2 > 8.0, block_max, row_max)",
     ),
-    "vote of one row": Bug(
-        "return tl.max(veto.to(tl.int32), 0) > 0",
-        "return tl.sum(veto.to(tl.int32), 0) > 1",
+    "a single row is overruled": Bug(
+        "(tl.max(veto.to(tl.int32), 0) > 0)", "(tl.sum(veto.to(tl.int32), 0) > 1)"
     ),
     "rows that do not exist veto": Bug("veto = row_exists & (", "veto = (row_exists | True) & ("),
     "diagonal one to the right": Bug("context + row + 1)", "context + row + 2)"),
@@ -78,7 +77,7 @@ BUGS = {
         "            v = _load(at_v, exists[:, None], MASK)\n        p =",
         "            v = _load(at_v, exists[:, None], False)\n        p =",
     ),
-    "first block of a list skipped": Bug("keep = keep | mask[2]", "keep = keep", lists=True),
+    "first block of a list skipped": Bug("> 0) | first |", "> 0) |", lists=True),
     "mask of the block before": Bug(
         "tl.load(tiles + at * max_blocks + i)",
         "tl.load(tiles + at * max_blocks + tl.maximum(i - 1, 0))",

@@ -110,3 +110,34 @@ def test_strided_inputs_and_outputs(make_case: Make) -> None:
     kv = PagedKV(k, v, paged.page_table, paged.seqlens_k)
     skip_lambda = torch.tensor([0.3], device=fused.device)
     assert check(strided, case, kv, True, skip_lambda)[:, 1].sum() > 0
+
+
+@pytest.mark.parametrize("skip_lambda", [None, 0.0, 0.5])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_rows_that_see_nan_or_infinity_and_no_others_are_not_finite(
+    make_case: Make, where: str, value: float, skip_lambda: float | None
+) -> None:
+    case, inputs = make_case(
+        seqlens_q=(60,), seqlens_k=(60,), low=0.0, num_heads=1, num_kv_heads=1,
+        geometry=Geometry(32, 32),
+    )  # fmt: skip
+    bad = 21
+    {"q": inputs.q, "k": inputs.k}[where][bad, 0, 0] = value
+    out = torch.zeros_like(inputs.q)
+    lse = prefill(
+        inputs.q,
+        inputs.ragged,
+        inputs.cu_seqlens_q,
+        out,
+        max_seqlen_q=60,
+        softmax_scale=case.head_dim**-0.5,
+        causal=True,
+        geometry=case.geometry,
+        skip_lambda=None if skip_lambda is None else inputs.q.new_tensor([skip_lambda]).float(),
+        counters=None,
+    )
+    rows = torch.arange(60, device=out.device)
+    seen = rows >= bad if where == "k" else rows == bad
+    assert torch.equal(out.isfinite().all(-1)[:, 0], ~seen)
+    assert torch.equal(lse[0].isfinite(), ~seen)
