@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from blasst.kernels.cute.load import Source
 from blasst.kernels.cute.tile import Tile, make_tile
-from blasst.kernels.cute.windows import make_window_atom, select
+from blasst.kernels.cute.windows import make_box_atom, make_window_atom, select
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -45,19 +45,35 @@ class Place(NamedTuple):
 
 
 def make_sources(
-    config: Any, rows: int, tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor]
+    config: Any,
+    rows: int,
+    tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+    cluster: int = 1,
+    whole_rows: bool = False,
 ) -> tuple[Source, Source, Source, Source]:
-    """Windows of q, k, v and out: `rows` query rows, or config.window keys."""
+    """Windows of q, k, v and out: `rows` query rows, or config.window keys.
+
+    cluster: thread blocks that share keys and values. whole_rows: as in tile_layout; then whole
+    windows of a page are boxes too.
+    """
     q, k, v, out = tensors
     rows_first = (1, 3, 2, 0) if config.page_size else (0, 2, 1)
     q, out = select(q, (0, 2, 1)), select(out, (0, 2, 1))
     k, v = select(k, rows_first), select(v, rows_first)
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    shared = load if cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     return (
         Source(*make_window_atom(load, q, rows, rows)),
-        Source(*make_window_atom(load, k, config.window, config.tile_n)),
-        Source(*make_window_atom(load, v, config.window, config.tile_n)),
+        key_source(config, shared, k, whole_rows),
+        key_source(config, shared, v, whole_rows),
         Source(*make_window_atom(store, out, rows, rows)),
+    )
+
+
+def key_source(config: Any, op: Any, rows: cute.Tensor, whole_rows: bool) -> Source:
+    box = make_box_atom(op, rows, config.window) if whole_rows else None
+    return Source(
+        *make_window_atom(op, rows, config.window, config.tile_n, whole_rows=whole_rows), box
     )
 
 

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 ROWS_PER_THREAD = 2
+STEP = 8
 
 
 def rows_view(acc: cute.Tensor) -> cute.Tensor:
@@ -15,6 +16,11 @@ def rows_view(acc: cute.Tensor) -> cute.Tensor:
     groups = cute.size(acc) // 4
     layout = cute.make_layout((ROWS_PER_THREAD, (2, groups)), stride=(2, (1, 4)))
     return cute.make_tensor(acc.iterator, layout)
+
+
+def step_of(fragment: cute.Tensor, step: int) -> cute.Tensor:
+    """The 8 values of a thread, in order, that belong to a step of 16 columns."""
+    return cute.make_tensor(fragment.iterator + STEP * step, cute.make_layout(STEP))
 
 
 def first_row(thread: Int32) -> Int32:

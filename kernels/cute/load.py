@@ -4,19 +4,20 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32
 
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import NO_TRACE, Step, Trace
-from blasst.kernels.cute.windows import copy_window, window
+from blasst.kernels.cute.windows import box, box_layout, copy_window, window
 
 
 class Source(NamedTuple):
-    """Row windows of a tensor in global memory."""
+    """Row windows of a tensor in global memory. box: what make_box_atom returns, or None."""
 
     atom: cute.CopyAtom
     coordinates: cute.Tensor
+    box: Any = None
 
 
 @cute.jit
@@ -59,9 +60,15 @@ def load_blocks(
     """Its share of all blocks of keys or values that the tile visits.
 
     place: which of the config.loaders this warp is, kv head, the request's row of the page table.
+    Thread blocks of a cluster bring a part of the windows each, to all of them.
     Keys beyond the end are 0, but a window without any key gets the request's last one.
     """
     loader, kv_head, pages = place
+    windows = config.windows // ring.peers
+    first, mask = 0, None
+    if cutlass.const_expr(ring.peers > 1):
+        first = cute.arch.block_in_cluster_idx()[0] * windows
+        mask = Int16((1 << ring.peers) - 1)
     page = Int32(0)
     if cutlass.const_expr(pages is not None):
         page = read_pages(config, pages, tile, tile.n_blocks - 1)
@@ -73,19 +80,46 @@ def load_blocks(
         barrier = ring.acquire(visit)
         trace.mark(Step.WAIT_EMPTY, visit)
         stage = smem[None, None, ring.stage(visit)]
-        for part in cutlass.range_constexpr(loader, config.windows, config.loaders):
+        for share in cutlass.range_constexpr(loader, windows, config.loaders):
+            part = first + share
             offset = n * config.tile_n + part * config.window
             key = cutlass.min(offset, tile.seqlen_k - 1)
             valid = cutlass.max(1, cutlass.min(tile.seqlen_k - offset, config.window))
+            target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
             if cutlass.const_expr(pages is None):
                 rows = window(source.coordinates, tile.key_start + key, valid, (kv_head,))
+                copy_window(source.atom, rows, target, barrier, mask)
             else:
                 at = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, part))
-                rows = window(source.coordinates, key % config.page_size, valid, (kv_head, at))
-            target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
-            copy_window(source.atom, rows, target, barrier)
+                from_page = (kv_head, key % config.page_size, at)
+                copy_from_page(config, source, (from_page, valid), target, barrier, mask)
         trace.mark(Step.LOAD, visit)
         page = next_page
+
+
+@cute.jit
+def copy_from_page(
+    config: cutlass.Constexpr[Any],
+    source: Source,
+    place: tuple[tuple[Int32, Int32, Int32], Int32],
+    target: cute.Tensor,
+    barrier: cute.Pointer,
+    mask: Any,
+) -> None:
+    """place: (kv head, row, page), valid rows. In one copy if there is one and all are valid."""
+    (kv_head, row, page), valid = place
+    rows = window(source.coordinates, row, valid, (kv_head, page))
+    if cutlass.const_expr(source.box is None):
+        copy_window(source.atom, rows, target, barrier, mask)
+    else:
+        atom, coordinates, head_stride = source.box
+        shape, stride = box_layout(config.window, config.head_dim)
+        if valid == config.window:
+            whole = cute.make_tensor(target.iterator, cute.make_layout(shape, stride=stride))
+            at = box(coordinates, kv_head * head_stride, row, page, shape)
+            copy_window(atom, at, whole, barrier, mask)
+        else:
+            copy_window(source.atom, rows, target, barrier, mask)
 
 
 @cute.jit

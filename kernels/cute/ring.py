@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -10,18 +11,20 @@ from cutlass import Int32
 class Ring:
     """barriers: 2 * stages mbarriers, the full ones first. Visits count from 0 on both sides.
 
-    bytes_per_producer: what each of the producer warps brings into a stage.
+    bytes_per_producer: what each of the producer warps announces. peers: thread blocks of a cluster
+    that bring each other parts of every stage: a stage is empty when all of them are done with it.
     """
 
     barriers: cute.Pointer
     stages: int
     bytes_per_producer: int
+    peers: int = 1
 
     def init(self, producer_warps: int, consumer_warps: int) -> None:
         """By one thread, before a fence and a barrier of the block."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.barriers + stage, producer_warps)
-            cute.arch.mbarrier_init(self.barriers + self.stages + stage, consumer_warps)
+            cute.arch.mbarrier_init(self.empty(stage), consumer_warps * self.peers)
 
     def stage(self, visit: Int32) -> Int32:
         return visit % self.stages
@@ -46,4 +49,8 @@ class Ring:
     def release(self, visit: Int32) -> None:
         """Consumer warp: done with the stage, which it has waited for."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty(visit))
+            if cutlass.const_expr(self.peers == 1):
+                cute.arch.mbarrier_arrive(self.empty(visit))
+            else:
+                for peer in range(self.peers):
+                    cute.arch.mbarrier_arrive(self.empty(visit), peer)

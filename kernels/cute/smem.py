@@ -4,25 +4,33 @@ import cutlass.cute as cute
 
 ATOM_ROWS = 8
 ATOM_COLUMNS = 64
+SWIZZLE = (3, 4, 3)
 
 
 def tile_layout(
-    rows: int, columns: int, stages: int = 1, rows_of_tile: int | None = None
+    rows: int,
+    columns: int,
+    stages: int = 1,
+    rows_of_tile: int | None = None,
+    whole_rows: bool = False,
 ) -> cute.ComposedLayout:
-    """(rows, columns, stages). rows_of_tile: rows of the tile that these rows are a part of."""
+    """(rows, columns, stages). rows_of_tile: rows of the tile that these rows are a part of.
+
+    whole_rows: atoms of the same rows lie together, else atoms of the same columns.
+    """
     whole = rows_of_tile or rows
     shape = (
         (ATOM_ROWS, rows // ATOM_ROWS),
         (ATOM_COLUMNS, columns // ATOM_COLUMNS),
         stages,
     )
-    stride = (
-        (ATOM_COLUMNS, ATOM_ROWS * ATOM_COLUMNS),
-        (1, whole * ATOM_COLUMNS),
-        whole * columns,
-    )
+    atom = ATOM_ROWS * ATOM_COLUMNS
+    between_rows, between_columns = atom, whole * ATOM_COLUMNS
+    if whole_rows:
+        between_rows, between_columns = ATOM_ROWS * columns, atom
+    stride = ((ATOM_COLUMNS, between_rows), (1, between_columns), whole * columns)
     return cute.make_composed_layout(
-        cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride)
+        cute.make_swizzle(*SWIZZLE), 0, cute.make_layout(shape, stride=stride)
     )
 
 

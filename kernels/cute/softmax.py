@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from blasst.kernels.cute.fragment import ROWS_PER_THREAD, rows_view
+from blasst.kernels.cute.fragment import ROWS_PER_THREAD, rows_view, step_of
 
 QUAD = 4
 LN_2 = math.log(2.0)
@@ -59,25 +59,36 @@ class Softmax:
         return veto
 
     @cute.jit
-    def exponentiate(self, scores: cute.Tensor, largest: cute.Tensor) -> cute.Tensor:
-        """scores become P in place; returns [2] factors that the old output is scaled by."""
-        rows = rows_view(scores)
-        rescale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    def rebase(self, largest: cute.Tensor, rescale: cute.Tensor, base: cute.Tensor) -> None:
+        """Takes a block's maxima up. rescale: [2] factors of the old output; base: [2], of exp2."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             new_max = cute.arch.fmax(
                 self.row_max[r],
                 cute.arch.warp_reduction_max(largest[r], threads_in_group=QUAD),
             )
             # A row that has seen nothing: exp2(-inf - 0) = 0, not NaN.
-            base = 0.0 if new_max == -Float32.inf else new_max * self.scale_log2
-            p = cute.math.exp2(rows[r, None].load() * self.scale_log2 - base, fastmath=True)
-            rescale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - base, fastmath=True)
-            self.row_sum[r] = p.reduce(
-                cute.ReductionOp.ADD, self.row_sum[r] * rescale[r], reduction_profile=0
-            )
+            base[r] = 0.0 if new_max == -Float32.inf else new_max * self.scale_log2
+            old = self.row_max[r] * self.scale_log2
+            rescale[r] = cute.math.exp2(old - base[r], fastmath=True)
+            self.row_sum[r] = self.row_sum[r] * rescale[r]
             self.row_max[r] = new_max
-            rows[r, None].store(p)
-        return rescale
+
+    @cute.jit
+    def exponentiate(
+        self,
+        scores: cute.Tensor,
+        base: cute.Tensor,
+        first: cutlass.Constexpr[int],
+        last: cutlass.Constexpr[int],
+    ) -> None:
+        """Steps [first, last) of 16 keys of the scores become P in place."""
+        for step in cutlass.range_constexpr(first, last):
+            rows = rows_view(step_of(scores, step))
+            for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    p = cute.math.exp2(rows[r, c] * self.scale_log2 - base[r], fastmath=True)
+                    self.row_sum[r] = self.row_sum[r] + p
+                    rows[r, c] = p
 
     @cute.jit
     def finish(self) -> tuple[cute.Tensor, cute.Tensor]:

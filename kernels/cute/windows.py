@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from blasst.kernels.cute.smem import tile_layout
+from blasst.kernels.cute.smem import ATOM_COLUMNS, ATOM_ROWS, SWIZZLE, tile_layout
 
 
 def select(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
@@ -26,11 +26,12 @@ def window_view(rows: cute.Tensor, window: int) -> cute.Tensor:
 
 
 def make_window_atom(
-    op, rows: cute.Tensor, window: int, rows_of_tile: int
+    op, rows: cute.Tensor, window: int, rows_of_tile: int, whole_rows: bool = False
 ) -> tuple[cute.CopyAtom, cute.Tensor]:
     """TMA atom and coordinate tensor for windows of `rows`, as wide as its columns."""
     columns = rows.shape[1]
-    layout = cute.select(tile_layout(window, columns, 1, rows_of_tile), mode=[0, 1])
+    tile = tile_layout(window, columns, 1, rows_of_tile, whole_rows)
+    layout = cute.select(tile, mode=[0, 1])
     atom, coordinates = cpasync.make_tiled_tma_atom(
         op, window_view(rows, window), layout, (window, columns)
     )
@@ -47,8 +48,13 @@ def window(
 
 
 @cute.jit
-def copy_window(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, barrier) -> None:
-    """Load if `barrier` is given, else store. Called by a whole warp; one thread issues it."""
+def copy_window(
+    atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, barrier, mask=None
+) -> None:
+    """Load if `barrier` is given, else store. Called by a whole warp; one thread issues it.
+
+    mask: the thread blocks of the cluster that get it, each at the same place.
+    """
     smem, gmem = cpasync.tma_partition(
         atom,
         0,
@@ -56,7 +62,56 @@ def copy_window(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, barri
         cute.group_modes(smem, 0, cute.rank(smem)),
         cute.group_modes(gmem, 0, cute.rank(gmem)),
     )
-    if cutlass.const_expr(barrier is not None):
+    if cutlass.const_expr(mask is not None):
+        cute.copy(atom, gmem, smem, tma_bar_ptr=barrier, mcast_mask=mask)
+    elif cutlass.const_expr(barrier is not None):
         cute.copy(atom, gmem, smem, tma_bar_ptr=barrier)
     else:
         cute.copy(atom, smem, gmem)
+
+
+def box_layout(window: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of `window` whole rows in shared memory, as make_box_atom sees them:
+    (columns of an atom, its rows, atoms beside each other, atoms below each other)."""
+    beside, below = columns // ATOM_COLUMNS, window // ATOM_ROWS
+    atom = ATOM_ROWS * ATOM_COLUMNS
+    return (ATOM_COLUMNS, ATOM_ROWS, beside, below), (1, ATOM_COLUMNS, atom, beside * atom)
+
+
+def make_box_atom(
+    op, rows: cute.Tensor, window: int
+) -> tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]:
+    """One TMA copy for `window` rows of a page, all of them valid, of any head.
+
+    rows: (row, column, head, page). Returns the atom, its coordinates (element, row of 8, atom
+    beside, atom below, page) and the elements from one head to the next.
+    """
+    row, _, head, page = rows.stride
+    shape, stride = box_layout(window, rows.shape[1])
+    reach = Int32((rows.shape[2] - 1) * head) + ATOM_COLUMNS
+    view = cute.make_tensor(
+        rows.iterator,
+        cute.make_layout(
+            (reach, ATOM_ROWS, shape[2], rows.shape[0] // ATOM_ROWS, rows.shape[3]),
+            stride=(1, row, ATOM_COLUMNS, ATOM_ROWS * row, page),
+        ),
+    )
+    layout = cute.make_composed_layout(
+        cute.make_swizzle(*SWIZZLE), 0, cute.make_layout(shape, stride=stride)
+    )
+    return *cpasync.make_tiled_tma_atom(op, view, layout, shape), Int32(head)
+
+
+@cute.jit
+def box(
+    coordinates: cute.Tensor,
+    head_offset: Int32,
+    row: Int32,
+    page: Int32,
+    shape: cutlass.Constexpr[tuple[int, ...]],
+) -> cute.Tensor:
+    """Rows from `row`, a multiple of 8, of a page: what make_box_atom's copy takes."""
+    at = cute.domain_offset(
+        (head_offset, 0, 0, row // ATOM_ROWS), coordinates[(None, None, None, None, page)]
+    )
+    return cute.local_tile(at, shape, (0, 0, 0, 0))

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 WARPGROUP = 128
 WARP = 32
 ROWS = 64  # of a warpgroup's matrix product, and of its vote
+SMALL_PAGES = (16, 32)
+
+# The fastest measured, by head_dim and whether there is a vote (docs/measurements).
+TUNED: dict[tuple[int, bool], dict[str, Any]] = {
+    (128, False): {"q_in_registers": True, "early": 4},
+    (128, True): {"q_in_registers": True, "early": 6, "key_stages": 4},
+    (64, False): {"warpgroups": 3},
+    (64, True): {"warpgroups": 3, "key_stages": 4},
+}
 
 
 @dataclass(frozen=True)
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    warpgroups: consumers, each with ROWS query rows. trace: clocks are recorded.
+    warpgroups: consumers, each with ROWS query rows. early: steps of 16 keys whose exponentials
+    come before the wait for the last P @ V. cluster: thread blocks, of heads of one group, that
+    bring each other parts of the keys and values. trace: clocks are recorded.
     """
 
     dtype: str
@@ -24,8 +36,17 @@ class Config:
     count: bool
     warpgroups: int = 2
     tile_n: int = 128
-    stages: int = 2
+    key_stages: int = 2
+    value_stages: int = 2
+    q_in_registers: bool = False
+    early: int = 8
+    cluster: int = 1
     trace: bool = False
+
+    def cluster_for(self, heads_of_a_group: int) -> int:
+        """Two where it measured best: each thread block then issues half of the copies."""
+        shares = self.whole_rows or not self.vote
+        return 2 if shares and heads_of_a_group % 2 == 0 else 1
 
     @property
     def tile_m(self) -> int:
@@ -38,28 +59,41 @@ class Config:
     @property
     def producer_registers(self) -> int:
         """Reading a page table takes more than the 24 that two consumer warpgroups leave over."""
-        return 40 if self.page_size else {2: 24, 3: 32}[self.warpgroups]
+        return {2: 40 if self.page_size else 24, 3: 32}[self.warpgroups]
 
     @property
     def consumer_registers(self) -> int:
-        return {2: 232 if self.page_size else 240, 3: 152 if self.page_size else 160}[
-            self.warpgroups
-        ]
+        return {2: 232 if self.page_size else 240, 3: 160}[self.warpgroups]
 
     @property
     def window(self) -> int:
         """Keys that one copy brings: a whole page, or the part of it that a block needs."""
-        return min(self.page_size or self.tile_n, self.tile_n)
+        return min(self.page_size or self.tile_n, self.tile_n // self.cluster)
 
     @property
     def windows(self) -> int:
-        """Copies that bring a block."""
+        """Copies that bring a block, of all thread blocks of a cluster."""
         return self.tile_n // self.window
+
+    @property
+    def whole_rows(self) -> bool:
+        """Small pages come in one copy each, which needs all columns of 8 rows together."""
+        return self.page_size in SMALL_PAGES
 
     @property
     def loaders(self) -> int:
         """Warps that share the copies of a block of keys, and as many for values."""
-        return min(self.windows, 2)
+        return min(self.windows // self.cluster, 2)
+
+    @property
+    def barriers(self) -> int:
+        """mbarriers: for the queries of each warpgroup, and two for each stage."""
+        return self.warpgroups + 2 * (self.key_stages + self.value_stages)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The next keys are awaited before the scores: with two stages they cannot be there."""
+        return self.key_stages > 2
 
     @property
     def bytes_per_stage(self) -> int:

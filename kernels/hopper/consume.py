@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from blasst.kernels.cute.fragment import (
     ROWS_PER_THREAD,
@@ -16,6 +16,7 @@ from blasst.kernels.cute.fragment import (
     first_column,
     first_row,
     rows_view,
+    step_of,
 )
 from blasst.kernels.cute.mma import issue
 from blasst.kernels.cute.ring import Ring
@@ -70,12 +71,8 @@ class Consumer:
         if self.tile.n_blocks > 0:
             self.visit_first(lead)
             keep = Boolean(True)
-            first_full = cutlass.max(lead + 1, self.visits - self.tile.n_full)
-            for i in cutlass.range(lead + 1, first_full, unroll=1):
-                keep = self.visit(i, keep, True)
-                skipped += 1 - Int32(keep)
-            for i in cutlass.range(first_full, self.visits, unroll=1):
-                keep = self.visit(i, keep, False)
+            for i in cutlass.range(lead + 1, self.visits, unroll=1):
+                keep = self.visit(i, keep)
                 skipped += 1 - Int32(keep)
             self.values.wait(self.visits - 1)
             if keep:
@@ -96,18 +93,23 @@ class Consumer:
         """The first visited block: never skipped, no product to overlap with."""
         self.keys.wait(i)
         self.issue_qk(i)
+        self.look_ahead(i + 1)
         warpgroup.wait_group(0)
         self.keys.release(i)
         self.mask(self.visits - 1 - i)
-        o = self.operands
-        self.softmax.exponentiate(o.scores, self.softmax.thread_max(o.scores))
-        o.p.store(o.scores.load().to(o.p.element_type))
+        largest = self.softmax.thread_max(self.operands.scores)
+        rescale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        base = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        self.softmax.rebase(largest, rescale, base)
+        self.softmax.exponentiate(self.operands.scores, base, 0, self.steps)
+        self.convert(0, self.steps)
 
     @cute.jit
-    def visit(self, i: Int32, keep: Boolean, masked: cutlass.Constexpr[bool]) -> Boolean:
+    def visit(self, i: Int32, keep: Boolean) -> Boolean:
         """Visit i > 0; keep: the previous block was kept. Returns whether this one is."""
-        o = self.operands
-        self.keys.wait(i)
+        o, early = self.operands, self.config.early
+        if cutlass.const_expr(not self.config.looks_ahead):
+            self.keys.wait(i)
         self.trace.mark(Step.WAIT_KEYS, i)
         # S = Q @ K.T
         self.issue_qk(i)
@@ -116,30 +118,68 @@ class Consumer:
         if keep:
             # O += P @ V, of the previous block
             self.issue_pv(i - 1)
+            self.look_ahead(i + 1)
             warpgroup.wait_group(1)
         else:
+            self.look_ahead(i + 1)
             warpgroup.wait_group(0)
         self.trace.mark(Step.WAIT_SCORES, i)
         self.keys.release(i)
-        if cutlass.const_expr(masked):
-            self.mask(self.visits - 1 - i)
+        self.mask(self.visits - 1 - i)
         largest = self.softmax.thread_max(o.scores)
         self.trace.mark(Step.MAX, i)
         kept = self.vote(largest, self.visits - 1 - i)
         self.trace.mark(Step.VOTE, i)
         rescale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        base = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         if kept:
-            rescale.store(self.softmax.exponentiate(o.scores, largest).load())
+            self.softmax.rebase(largest, rescale, base)
+            self.softmax.exponentiate(o.scores, base, 0, early)
             self.trace.mark(Step.EXP2, i)
-        # A block of its own keeps ptxas from moving the wait above the exponentials.
+        # A basic block of its own keeps ptxas from moving the wait above the exponentials.
         warpgroup.wait_group(0)
         self.trace.mark(Step.WAIT_PV, i)
         self.values.release(i - 1)
         if kept:
-            o.p.store(o.scores.load().to(o.p.element_type))
+            self.convert(0, early)
+            # Conversions hide behind the exponentials that are left.
+            for step in cutlass.range_constexpr(early, self.steps):
+                self.softmax.exponentiate(o.scores, base, step, step + 1)
+                self.convert(step, step + 1)
             rescale_rows(o.acc, rescale)
             self.trace.mark(Step.STORE_P, i)
         return kept
+
+    @property
+    def steps(self) -> int:
+        """Of 16 keys in a block."""
+        return self.config.tile_n // 16
+
+    @cute.jit
+    def look_ahead(self, i: Int32) -> None:
+        if cutlass.const_expr(self.config.looks_ahead):
+            self.await_keys(i)
+
+    @cute.jit
+    def await_keys(self, i: Int32) -> None:
+        if i < self.visits:
+            self.keys.wait(i)
+
+    @cute.jit
+    def convert(self, first: cutlass.Constexpr[int], last: cutlass.Constexpr[int]) -> None:
+        """Steps [first, last) of P, to the operand of P @ V."""
+        o = self.operands
+        for step in cutlass.range_constexpr(first, last):
+            p = step_of(o.scores, step).load().to(o.p.element_type)
+            step_of(o.p, step).store(p)
+
+    @cute.jit
+    def read_queries(self, rows: cute.Tensor) -> None:
+        """The warpgroup's rows from shared memory to registers."""
+        o = self.operands
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), rows.element_type)
+        copy = cute.make_tiled_copy_A(atom, o.mma_qk).get_slice(self.thread)
+        cute.copy(atom, copy.partition_S(rows), copy.retile(o.q))
 
     @cute.jit
     def vote(self, largest: cute.Tensor, n: Int32) -> Boolean:

@@ -9,7 +9,7 @@ import torch
 
 from blasst.kernels.call import Call
 from blasst.kernels.cute.host import Inputs, choice_reasons, problem_choices
-from blasst.kernels.hopper.config import ROWS, Config
+from blasst.kernels.hopper.config import ROWS, TUNED, Config
 from blasst.kernels.types import Geometry, PagedKV, Problem, RaggedKV
 
 DTYPES = ("bfloat16", "float16")
@@ -47,7 +47,9 @@ def prefill(
         counters,
         trace,
     )
-    config = replace(config_for(**inputs.choices()), trace=trace is not None)
+    config = config_for(**inputs.choices())
+    cluster = config.cluster_for(q.shape[1] // kv.k.shape[-2])
+    config = replace(config, trace=trace is not None, cluster=cluster)
     return inputs.start(config_reasons(config), lambda: _compiled(config))
 
 
@@ -60,8 +62,12 @@ def _compiled(config: Config) -> Any:
 def config_for(
     dtype: str, head_dim: int, *, causal: bool, page_size: int, vote: bool, count: bool
 ) -> Config:
-    """The fastest of the measured configurations. page_size 0 = ragged keys."""
-    return Config(dtype, head_dim, causal, page_size, vote, count)
+    """The fastest of the measured configurations. page_size 0 = ragged keys.
+
+    The number of heads decides Config.cluster, which is left at 1.
+    """
+    tuned = TUNED.get((head_dim, vote), {})
+    return Config(dtype, head_dim, causal, page_size, vote, count, **tuned)
 
 
 def config_reasons(config: Config) -> list[str]:

@@ -73,7 +73,7 @@ class HopperPrefill:
         paged = config.page_size > 0
         num_kv_heads = k.shape[2] if cutlass.const_expr(paged) else k.shape[1]
         arrays = Arrays(
-            *make_sources(config, ROWS, (q, k, v, out)),
+            *make_sources(config, ROWS, (q, k, v, out), config.cluster, config.whole_rows),
             lse,
             cu_seqlens_q,
             key_lengths,
@@ -84,7 +84,11 @@ class HopperPrefill:
         )
         grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q)
         self.kernel(arrays, scale_log2, num_kv_heads).launch(
-            grid=grid, block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=grid,
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
@@ -103,27 +107,35 @@ class HopperPrefill:
             if tile.rows > 0:
                 group = warp // (WARPGROUP // WARP) - 1
                 self.consume(arrays, shared, tile.n_blocks, group, place, scale_log2)
+        if cutlass.const_expr(config.cluster > 1):
+            # A thread block that ended could not take what the others still send it.
+            cute.arch.cluster_arrive(aligned=False)
+            cute.arch.cluster_wait()
 
     @cute.jit
     def allocate(self, warp: Int32) -> Shared:
         """Shared memory with its barriers ready."""
         config = self.config
         smem = cutlass.utils.SmemAllocator()
-        barriers = smem.allocate_array(Int64, config.warpgroups + 4 * config.stages)
+        barriers = smem.allocate_array(Int64, config.barriers)
         q, k, v = (
             smem.allocate_tensor(
                 self.dtype, layout.outer, byte_alignment=SWIZZLE_ALIGNMENT, swizzle=layout.inner
             )
             for layout in (
                 tile_layout(ROWS, config.head_dim, config.warpgroups),
-                tile_layout(config.tile_n, config.head_dim, config.stages),
-                tile_layout(config.tile_n, config.head_dim, config.stages),
+                *(
+                    tile_layout(
+                        config.tile_n, config.head_dim, stages, whole_rows=config.whole_rows
+                    )
+                    for stages in (config.key_stages, config.value_stages)
+                ),
             )
         )
         first = barriers + config.warpgroups
         share = config.bytes_per_stage // config.loaders
-        keys = Ring(first, config.stages, share)
-        values = Ring(first + 2 * config.stages, config.stages, share)
+        keys = Ring(first, config.key_stages, share, config.cluster)
+        values = Ring(first + 2 * config.key_stages, config.value_stages, share, config.cluster)
         if warp == 0:
             with cute.arch.elect_one():
                 for group in cutlass.range_constexpr(config.warpgroups):
@@ -131,7 +143,11 @@ class HopperPrefill:
                 for ring in (keys, values):
                     ring.init(config.loaders, config.warpgroups * (WARPGROUP // WARP))
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(config.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         return Shared(q, k, v, barriers, keys, values)
 
     @cute.jit
@@ -193,6 +209,8 @@ class HopperPrefill:
             start_trace(arrays.trace, cute.arch.make_warp_uniform(cute.arch.warp_idx())),
         )
         cute.arch.mbarrier_wait(shared.q_full + group, 0)
+        if cutlass.const_expr(config.q_in_registers):
+            consumer.read_queries(shared.q[None, None, group])
         skipped = consumer.attend()
         if tile.rows > 0:
             own_rows = shared.q[None, None, group]
@@ -205,11 +223,14 @@ class HopperPrefill:
     @cute.jit
     def operands(self, shared: Shared, group: Int32) -> Operands:
         config = self.config
-        mma_qk = warpgroup_mma(self.dtype, config.tile_n, K_MAJOR, False)
+        mma_qk = warpgroup_mma(self.dtype, config.tile_n, K_MAJOR, config.q_in_registers)
         mma_pv = warpgroup_mma(self.dtype, config.head_dim, MN_MAJOR, True)
         # Descriptors are per warpgroup: the slice of its first thread.
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, group]
+        if cutlass.const_expr(config.q_in_registers):
+            q = qk.make_fragment_A(qk.partition_shape_A((ROWS, config.head_dim)))
+        else:
+            q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, group]
         return Operands(
             mma_qk,
             mma_pv,

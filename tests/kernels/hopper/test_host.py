@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -23,18 +24,20 @@ PAGE_SIZES = (0, 16, 32, 64, 128, 256)
 CONFIGS = [
     config_for("bfloat16", head_dim, causal=True, page_size=page, vote=vote, count=vote)
     for head_dim, page, vote in product((64, 128), PAGE_SIZES, (True, False))
-] + [Config("bfloat16", 64, True, page, True, True, warpgroups=3) for page in PAGE_SIZES]
+]
+CONFIGS += [replace(config, cluster=config.cluster_for(4)) for config in CONFIGS]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_config_fits_the_chip(config: Config) -> None:
-    tiles = config.warpgroups * config.query_bytes + 2 * config.stages * config.bytes_per_stage
-    barriers = 8 * (config.warpgroups + 4 * config.stages)
-    assert tiles + 1024 + barriers <= SHARED_MEMORY
+    stages = config.key_stages + config.value_stages
+    tiles = config.warpgroups * config.query_bytes + stages * config.bytes_per_stage
+    assert tiles + 1024 + 8 * config.barriers <= SHARED_MEMORY
     used = config.producer_registers + config.warpgroups * config.consumer_registers
     assert used * WARPGROUP <= REGISTERS
     assert config.windows * config.window == config.tile_n
-    assert config.windows % config.loaders == 0
+    assert config.windows % (config.loaders * config.cluster) == 0
+    assert 0 < config.early <= config.tile_n // 16
     assert 2 * config.loaders <= WARPGROUP // 32
     assert config.tile_m == ROWS * config.warpgroups
     assert len({0, *map(config.group_barrier, range(config.warpgroups))}) == 1 + config.warpgroups
@@ -84,17 +87,37 @@ def test_refused_before_anything_runs() -> None:
 
 COMPILE = """
 import sys
+from dataclasses import replace
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from blasst.kernels.hopper import consume
 from blasst.kernels.hopper.compile import compile_prefill
 from blasst.kernels.hopper.launch import config_for
-vote = sys.argv[1] == "vote"
-compile_prefill(
-    config_for("bfloat16", 128, causal=True, page_size=int(sys.argv[2]), vote=vote, count=vote)
-)
+
+mode, page_size, cluster = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+
+@cute.jit
+def no_vote(self, largest: cute.Tensor, n: Int32) -> Boolean:
+    return n * self.config.tile_n < self.tile.seqlen_k
+
+
+if mode == "source without a vote":
+    del consume.any_thread, consume.Softmax.vetoes
+    consume.Consumer.vote = no_vote
+vote = mode == "vote"
+config = config_for("bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote)
+compile_prefill(replace(config, cluster=cluster))
 """
 
 
-def sass(folder: Path, vote: str, page_size: int) -> str:
+def sass(folder: Path, mode: str, page_size: int, cluster: int) -> str:
     """SASS of a build for compute capability 9.0, made here."""
+    folder.mkdir()
+    program = folder / "build.py"
+    program.write_text(COMPILE)
     environment = {
         "CUTE_DSL_ARCH": "sm_90a",
         "CUTE_DSL_KEEP": "sass,cubin",
@@ -102,7 +125,7 @@ def sass(folder: Path, vote: str, page_size: int) -> str:
         "CUTE_DSL_DISABLE_FILE_CACHING": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-c", COMPILE, vote, str(page_size)],
+        [sys.executable, "-P", program, mode, str(page_size), str(cluster)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -113,23 +136,30 @@ def sass(folder: Path, vote: str, page_size: int) -> str:
     return text.read_text()
 
 
+def check_build(text: str) -> None:
+    """No spills to local memory; no products that ptxas serialised: they wait after each."""
+    assert "LDL" not in text
+    assert "STL" not in text
+    assert text.count("HGMMA.64x128x16") == 32
+    assert text.count("WARPGROUP.DEPBAR") < 8
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_compiles_without_a_gpu_and_the_vote_is_compile_time(
-    tmp_path: Path, page_size: int
-) -> None:
+def test_without_a_vote_the_build_is_that_of_a_source_without_one(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
-    builds = {}
-    for name in ("vote", "dense", "again"):
-        folder = tmp_path / name
-        folder.mkdir()
-        builds[name] = sass(folder, "vote" if name == "vote" else "dense", page_size)
-    for text in builds.values():
-        # Spills to local memory; products that ptxas serialised wait after each of the 48.
-        assert "LDL" not in text
-        assert "STL" not in text
-        assert text.count("HGMMA.64x128x16") == 48
-        assert text.count("WARPGROUP.DEPBAR") < 16
-    assert builds["vote"].count("BAR.RED") == 2
-    assert "BAR.RED" not in builds["dense"]
-    assert builds["dense"] == builds["again"]
+    modes = ("vote", "dense", "source without a vote")
+    vote, dense, without = (sass(tmp_path / mode, mode, 0, 1) for mode in modes)
+    check_build(vote)
+    check_build(dense)
+    assert vote.count("BAR.RED") == 1
+    assert "BAR.RED" not in dense
+    assert dense == without
+
+
+@pytest.mark.slow
+def test_small_pages_take_one_copy_each(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
+    text = sass(tmp_path / "paged", "vote", 16, 2)
+    check_build(text)
+    # Of its 4 of 8 windows, keys and values: one copy each, or 4 where rows are missing.
+    assert text.count("UTMALDG.5D.MULTICAST") == 2 * 4 * (1 + 4)

@@ -41,6 +41,13 @@ def test_matches_the_oracle(make: Make, name: str, page_size: int | None, causal
         assert counters[:, 1].sum() > 0
 
 
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("name", SEQLENS)
+def test_narrow_heads_match_the_oracle(make: Make, name: str, page_size: int | None) -> None:
+    make(SEQLENS[name], page_size=page_size, head_dim=64, vote=False).check()
+    make(SEQLENS[name], page_size=page_size, head_dim=64).check()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (8, 2), (4, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128])
