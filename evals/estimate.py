@@ -48,8 +48,12 @@ def estimate(runner: Runner, plan: Plan) -> Estimate:
     if not todo:
         return Estimate(0, 0, 0.0)
     ends = [min(plan.samples, key=_size), max(plan.samples, key=_size)]
+    before = runner.sidecar.counters()
     runner.client.generate(runner.model.name, ends[0].prompt, 1)
     low, high = (_cost(runner, sample) for sample in ends)
+    # What is counted late would look like somebody else's traffic in the first cell.
+    sent = 2 * low.tokens + high.tokens
+    runner.sidecar.settled(before, sent - 3, runner.options.settle_s)
     requests = tokens = 0
     seconds = 0.0
     for which, sample in todo:
