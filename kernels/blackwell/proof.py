@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from blasst.kernels.blackwell.config import Config
+from blasst.kernels.blackwell.config import CROSS, Config
 from blasst.kernels.verify.subject import Workbench
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
@@ -68,6 +68,10 @@ def parts() -> list[Part]:
     ):
         config = replace(VOTING, head_dim=head_dim, dtype=dtype, page_size=page)
         found.append(Part(f"head_dim {head_dim}, {dtype}, pages of {page}", config, (edges,), 3))
+    for buffered in itertools.product((0, 1, 4), (0, 2, 4)):
+        config = replace(VOTING, schedule=replace(CROSS, buffered=buffered))
+        shapes = (Shape(((256, 640),), mag=2500, seed=DIVERSE),)
+        found.append(Part(f"{buffered[0]} and {buffered[1]} quarters buffered", config, shapes, 8))
     for page in (48, 256):
         found.append(Part(f"pages of {page}", replace(VOTING, page_size=page), (edges,), 3))
     return found

@@ -203,15 +203,16 @@ class Softmax:
         p = cute.make_rmem_tensor((quarter, plan.quarters), self.element_type)
         sums = (self.state[2], Float32(0.0))
         waiting = plan.buffered[self.index]
-        for q in cutlass.range_constexpr(plan.quarters):
+        for q in cutlass.range_constexpr(plan.quarters + 1):
             if cutlass.const_expr(q == waiting):
                 base = self.wait_window(i, base)
                 for early in cutlass.range_constexpr(waiting):
                     tmem.store(self.p + early * quarter // 2, p[None, early])
-            sums = exp2_row(rows[None, q], self.scale_log2, base, sums)
-            p[None, q].store(rows[None, q].load().to(self.element_type))
-            if cutlass.const_expr(q >= waiting):
-                tmem.store(self.p + q * quarter // 2, p[None, q])
+            if cutlass.const_expr(q < plan.quarters):
+                sums = exp2_row(rows[None, q], self.scale_log2, base, sums)
+                p[None, q].store(rows[None, q].load().to(self.element_type))
+                if cutlass.const_expr(q >= waiting):
+                    tmem.store(self.p + q * quarter // 2, p[None, q])
         self.state[2] = sums[0] + sums[1]
         tmem.wait_stores()
 

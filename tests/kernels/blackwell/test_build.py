@@ -61,11 +61,15 @@ def exponentials_before_the_window(config: Config) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("buffered", [(1, 0), (2, 1)])
-def test_the_assembler_keeps_to_the_store_schedule(buffered: tuple[int, int]) -> None:
-    config = replace(VOTING, schedule=replace(CROSS, buffered=buffered))
+@pytest.mark.parametrize("buffered", [None, (4, 2)])
+def test_the_assembler_keeps_to_the_store_schedule(buffered: tuple[int, int] | None) -> None:
+    config = VOTING
+    if buffered is not None:
+        config = replace(VOTING, schedule=replace(CROSS, buffered=buffered))
     quarter = config.tile_n // config.plan.quarters
-    expected = [quarters * quarter for quarters in buffered for _ in ("masked", "whole")]
+    expected = [
+        quarters * quarter for quarters in config.plan.buffered for _ in ("masked", "whole")
+    ]
     for count, wanted in zip(exponentials_before_the_window(config), expected, strict=True):
         # One more may be the factor of the old output; the last ones may follow the test.
         assert wanted - 2 <= count <= wanted + 1

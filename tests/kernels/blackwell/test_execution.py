@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from blasst.kernels.blackwell.config import Config
-from blasst.kernels.blackwell.proof import DIVERSE, EDGES, VOTING, Part, parts
+from blasst.kernels.blackwell.config import CROSS, Config
+from blasst.kernels.blackwell.proof import DENSE, DIVERSE, EDGES, VOTING, Part, parts
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
 from blasst.kernels.verify.subject import Verdict, Workbench
 
-DENSE = replace(VOTING, causal=False, vote=False, count=False)
+BUFFERING = replace(VOTING, schedule=replace(CROSS, buffered=(4, 2)))
 PAGED = replace(VOTING, head_dim=64, dtype="float16", page_size=16)
 OWN_P = replace(VOTING, cross_p=False)
 
@@ -51,10 +51,20 @@ def counts(config: Config, shape: Shape) -> tuple[str, int, int]:
         (VOTING, Shape(((130, 400),), num_heads=4, num_kv_heads=2), range(1)),
         (OWN_P, Shape(EDGES), range(1)),
         (PAGED, Shape(EDGES), range(2)),
+        (BUFFERING, Shape(((256, 640),), mag=2500, seed=DIVERSE), range(4)),
         (DENSE, Shape(((256, 640),), num_heads=1), range(4)),
         (DENSE, Shape(((1, 1), (130, 129)), num_heads=1), range(1)),
     ],
-    ids=["edges", "mag", "heads", "own P", "pages of 16, head_dim 64, float16", "dense", "one row"],
+    ids=[
+        "edges",
+        "mag",
+        "heads",
+        "own P",
+        "pages of 16, head_dim 64, float16",
+        "buffering",
+        "dense",
+        "one row",
+    ],
 )
 def test_equals_the_oracle_without_a_race_under_every_schedule(
     config: Config, shape: Shape, seeds: range
