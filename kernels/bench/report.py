@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from blasst.kernels.bench.attention import Cell
+from blasst.kernels.instruments.timeline import ticks
 
 FLOOR = 0.85
 """Of the time of FlashAttention-4 dense on an H200: what its tensor cores need at the rate of a
@@ -49,8 +50,8 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def svg(cells: Sequence[Cell]) -> str:
-    """Time against skip rate, one panel a problem, the floor drawn in.
+def svg(cells: Sequence[Cell], *, floor: bool = True) -> str:
+    """Time against skip rate, one panel a problem; floor: of an H200, drawn in.
 
     Times are over the first peer's, or over our own dense where there is none.
     """
@@ -58,7 +59,7 @@ def svg(cells: Sequence[Cell]) -> str:
     parts = []
     for i, (problem, tokens) in enumerate(panels):
         mine = [c for c in cells if (c.problem, c.tokens) == (problem, tokens)]
-        parts.append(f'<g transform="translate(0 {i * _HEIGHT})">{_panel(mine)}</g>')
+        parts.append(f'<g transform="translate(0 {i * _HEIGHT})">{_panel(mine, floor)}</g>')
     height = max(1, len(panels)) * _HEIGHT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
@@ -67,7 +68,7 @@ def svg(cells: Sequence[Cell]) -> str:
     )
 
 
-def _panel(cells: Sequence[Cell]) -> str:
+def _panel(cells: Sequence[Cell], floor: bool) -> str:
     peers = any(c.over_peer is not None for c in cells)
     lines: dict[str, list[tuple[float, float]]] = {}
     for c in cells:
@@ -91,30 +92,31 @@ def _panel(cells: Sequence[Cell]) -> str:
         f'<text x="{_LEFT}" y="18" font-size="13">{escape(title)}: {unit} against skip rate</text>'
     ]
     parts += _grid(at, top)
-    floor = [(s / 20, FLOOR * (1 - s / 40)) for s in range(21)]
-    parts.append(_line("floor", floor, "#555", at, dashed=True))
+    if floor:
+        least = [(s / 20, FLOOR * (1 - s / 40)) for s in range(21)]
+        parts.append(_line("floor", least, "#555", at, dashed=True))
+        parts.append(
+            f'<text x="{_WIDTH - _RIGHT + 12}" y="{_TOP + 12}">- - floor {FLOOR} (1 - s/2)</text>'
+        )
     for i, (name, points) in enumerate(lines.items()):
         parts.append(_line(name, sorted(points), _COLOURS[i % len(_COLOURS)], at, dots=True))
         x, y = _WIDTH - _RIGHT + 12, _TOP + 30 + 16 * i
         parts.append(f'<rect x="{x}" y="{y - 8}" width="10" height="10" '
                      f'fill="{_COLOURS[i % len(_COLOURS)]}"/>')  # fmt: skip
         parts.append(f'<text x="{x + 14}" y="{y}">{escape(name)}</text>')
-    parts.append(
-        f'<text x="{_WIDTH - _RIGHT + 12}" y="{_TOP + 12}">- - floor {FLOOR} (1 - s/2)</text>'
-    )
     return "".join(parts)
 
 
 def _grid(at: _At, top: float) -> list[str]:
     parts = []
-    for i in range(6):
-        x, y = i / 5, top * i / 5
+    for x in ticks(0.0, 1.0, 5):
         parts.append(f'<polyline points="{at(x, 0)} {at(x, top)}" stroke="#ddd"/>')
-        parts.append(f'<polyline points="{at(0, y)} {at(1, y)}" stroke="#ddd"/>')
         left, below = at(x, 0).split(",")
         parts.append(
             f'<text x="{left}" y="{float(below) + 14}" text-anchor="middle">{x:.0%}</text>'
         )
+    for y in ticks(0.0, top):
+        parts.append(f'<polyline points="{at(0, y)} {at(1, y)}" stroke="#ddd"/>')
         parts.append(
             f'<text x="{_LEFT - 6}" y="{float(at(0, y).split(",")[1]) + 4}" '
             f'text-anchor="end">{y:.2f}</text>'
@@ -133,7 +135,10 @@ def _line(
 ) -> str:
     path = " ".join(at(x, y) for x, y in points)
     dash = ' stroke-dasharray="5 4"' if dashed else ""
-    line = f'<polyline points="{path}" fill="none" stroke="{colour}"{dash}><title>{escape(name)}'
+    line = (
+        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}>'
+        f"<title>{escape(name)}"
+    )
     marks = [at(x, y).split(",") for x, y in points] if dots and "vote" in name else []
     circles = (f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in marks)
     return line + "</title></polyline>" + "".join(circles)

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if args.markdown is not None:
         args.markdown.write_text(table)
     if args.svg is not None:
-        args.svg.write_text(report.svg(cells))
+        args.svg.write_text(report.svg(cells, floor=device == "cuda"))
     result = {
         "where": machine, "left_out": left_out, "cells": [asdict(cell) for cell in cells],
     }  # fmt: skip

@@ -184,6 +184,7 @@ def test_the_picture_has_a_panel_a_problem_and_the_floor() -> None:
     assert vote[1][0] == pytest.approx(floor[19][0])
     assert len(list(panel.iter(f"{SVG}circle"))) == 2
     ElementTree.fromstring(report.svg([]))
+    assert "floor" not in report.svg(CELLS, floor=False)
 
 
 def test_the_verb_writes_all_its_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -209,3 +210,16 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch finds no GPU here" in capsys.readouterr().err
     assert verb.run(parser.parse_args(["attention", "--problem", "64k"])) == 2
     assert "problem '64k' is unknown; choose from smollm2" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_problem_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    argv = ["attention", "--device", "cuda", "--problem", "8k", "--rounds", "2", "--json",
+            "--impl", "triton", "--peer", "torch-sdpa", "--skip-rates", "0.5"]  # fmt: skip
+    assert verb.run(parser.parse_args(argv)) == 0
+    dense, _, vote = json.loads(capsys.readouterr().out)["cells"]
+    assert dense["wall_s"] > 0
+    assert vote["skip_rate"] == pytest.approx(0.5, abs=0.05)
