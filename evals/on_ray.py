@@ -5,7 +5,8 @@ Ray is an engine that exists; nothing here schedules. It is loaded only when ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ def run_on_ray(
     name: str | None = None,
     address: str | None = None,
 ) -> int:
-    """As run_everywhere. address: of the cluster; None: Ray's own choice, "local": this process.
+    """As run_everywhere. address: of the cluster; None: Ray's own choice, "local": a new one here.
 
     Raises InputError without the package ray.
     """
@@ -85,7 +86,6 @@ def run_on_ray(
     runner = Runner(client, sidecar, store, options, name)
     pending = announce(runner, plan, progress)
     try:
-        _start(ray, address)
         remote = ray.remote(measure_group)
 
         def work(number: int, group: Group) -> None:
@@ -96,14 +96,22 @@ def run_on_ray(
                 progress.step(f"{group.task} at {group.length}")
 
         groups = [g for g in plan.groups() if pending_in(runner, g)]
-        share_out(groups, len(endpoints), work)
+        with _connected(ray, address):
+            share_out(groups, len(endpoints), work)
         return pending - count_pending(runner, plan)
     finally:
         client.close()
         sidecar.close()
 
 
-def _start(ray: Any, address: str | None) -> None:
-    if not ray.is_initialized():
-        local = {"local_mode": True} if address == "local" else {"address": address}
-        ray.init(log_to_driver=False, include_dashboard=False, **local)
+@contextlib.contextmanager
+def _connected(ray: Any, address: str | None) -> Iterator[None]:
+    """A connection of our own is closed again, with what it started; one that was there stays."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(address=address, log_to_driver=False, include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()

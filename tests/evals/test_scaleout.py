@@ -122,8 +122,8 @@ def test_a_group_measured_far_away_gives_the_same_records(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not here")
-def test_ray_in_local_mode(
-    tmp_path: Path, two: tuple[list[Any], Urls], samples: list[Sample]
+def test_on_a_ray_cluster_of_this_machine(
+    tmp_path: Path, two: tuple[list[Any], Urls], runners_on: Any, samples: list[Sample]
 ) -> None:
     _, urls = two
     plan = Plan(POINTS, samples, chunk=2, timed=0)
@@ -132,6 +132,9 @@ def test_ray_in_local_mode(
         options = RunOptions(settle_s=0.5, concurrency=2)
         done = run_on_ray(endpoints, plan, store, options, Progress(0, quiet=True), address="local")
     assert done == 8
+    with ResultStore(tmp_path / "one") as store:
+        run_everywhere(runners_on(urls[:1], store), plan, Progress(0, quiet=True))
+    assert answers(tmp_path / "r") == answers(tmp_path / "one")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="the package ray is here")
