@@ -23,6 +23,7 @@ _SUMMARIES = {
     "threshold": "show, set or watch the threshold of a running deployment",
     "doctor": "check this machine and say what would run and why",
     "bench": "measure the attention implementations",
+    "verify": "execute a GPU kernel's PTX on this CPU, with races and an oracle",
     "trace": "timelines of the Hopper kernel's warps, and hardware counters",
     "ruler": "RULER: generate, run, sweep, report",
     "demo": "serve a small model on this CPU and sweep thresholds",

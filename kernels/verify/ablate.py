@@ -72,25 +72,35 @@ class _Fold(ast.NodeTransformer):
 
 
 def _names(tree: ast.AST) -> set[str]:
-    """Every name that the code mentions, definitions aside."""
+    """Every name that the code uses, definitions and imports aside."""
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    used |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    used |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-    return used
+    return used | {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
 
 
 class _Drop(ast.NodeTransformer):
-    """Removes functions that nobody mentions."""
+    """Removes functions that nobody uses, and their imports."""
 
     def __init__(self, used: set[str]) -> None:
-        self.used, self.dropped = used, 0
+        self.used = used
+        self.dropped: set[str] = set()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         self.generic_visit(node)
         if node.name in self.used or node.name.startswith(KEPT):
             return node
-        self.dropped += 1
+        self.dropped.add(node.name)
         return None
+
+
+class _Forget(ast.NodeTransformer):
+    """Removes imports of these names."""
+
+    def __init__(self, gone: set[str]) -> None:
+        self.gone = gone
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        node.names = [alias for alias in node.names if alias.name not in self.gone]
+        return node if node.names else None
 
 
 def ablate(
@@ -104,13 +114,16 @@ def ablate(
         for path in sorted(folder.glob("*.py")):
             tree = _Fold(options).visit(ast.parse(path.read_text()))
             trees[copies[package] / path.name] = ast.fix_missing_locations(tree)
-    dropped = 1
-    while dropped:
-        used = set(entries).union(*(_names(tree) for tree in trees.values()))
-        drop = _Drop(used)
+    gone: set[str] = set()
+    while True:
+        drop = _Drop(set(entries).union(*(_names(tree) for tree in trees.values())))
         for tree in trees.values():
             drop.visit(tree)
-        dropped = drop.dropped
+        if not drop.dropped:
+            break
+        gone |= drop.dropped
+    for tree in trees.values():
+        _Forget(gone).visit(tree)
     for path, tree in trees.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(ast.unparse(tree) + "\n")

@@ -77,7 +77,7 @@ COSTS: tuple[tuple[str, Cost], ...] = (
     ("ld.global", Cost("memory", 4.0, 500.0)),
     ("st.global", Cost("memory", 4.0, 4.0)),
     ("atom", Cost("memory", 4.0, 500.0)),
-    ("red", Cost("memory", 4.0, 4.0)),
+    ("red.", Cost("memory", 4.0, 4.0)),
     ("shfl", Cost("memory", 2.0, 24.0)),
     ("vote", Cost("alu", 2.0, 12.0)),
     ("redux", Cost("alu", 4.0, 24.0)),

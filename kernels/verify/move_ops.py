@@ -126,6 +126,15 @@ def _cast(a: Array, out: Array) -> None:
     out[:] = a.astype(out.dtype)
 
 
+def _cast_byte(byte: Any) -> Callable[..., None]:
+    """To or from the low 8 bits of a 16-bit register, which are extended by their type."""
+
+    def compute(a: Array, out: Array) -> None:
+        out[:] = a.astype(byte).astype(out.dtype)
+
+    return compute
+
+
 def _round_to(how: Callable[[Array], Array]) -> Callable[..., None]:
     """float32 to integer, saturated; NaN gives 0."""
 
@@ -192,6 +201,10 @@ def _table() -> dict[str, Signature]:
     for to in integers:
         for origin in integers:
             table[f"cvt.{to}.{origin}"] = Signature(_cast, to, (origin,))
+    for byte, number in (("u8", np.uint8), ("s8", np.int8)):
+        for kind in integers:
+            table[f"cvt.{byte}.{kind}"] = Signature(_cast_byte(number), byte, (kind,))
+            table[f"cvt.{kind}.{byte}"] = Signature(_cast_byte(number), kind, (byte,))
     for kind in ("u32", "s32", "u64", "s64"):
         table[f"cvt.rn.f32.{kind}"] = Signature(_cast, "f32", (kind,))
         for mode, how in (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)):

@@ -96,6 +96,15 @@ def test_integer_conversion(
     assert got.tolist() == [int(v) & mask for v in values]
 
 
+@pytest.mark.parametrize(("byte", "want"), [("u8", 0xF0), ("s8", 0xFFF0)])
+def test_bytes_are_extended_by_their_type(byte: str, want: int, compute: Compute) -> None:
+    wide = np.full(32, 0x123456F0, np.uint32)
+    assert set(compute(f"cvt.{byte}.u32", "u16", ("u32", wide)).tolist()) == {want}
+    half = np.full(32, 0x12F0, np.uint16)
+    back = compute(f"cvt.s32.{byte}", "s32", ("u16", half)).view(np.int32)
+    assert set(back.tolist()) == {0xF0 if byte == "u8" else -16}
+
+
 def test_float_to_integer_saturates(compute: Compute) -> None:
     a = np.linspace(-3.5, 3.5, 32, dtype=np.float32)
     a[0], a[1], a[2] = np.nan, 1e20, -1e20

@@ -1,0 +1,108 @@
+"""What `blasst verify` runs for each kernel by default, and for the shapes that it is given."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from blasst.kernels.verify.subject import Case, Subject, Workbench
+from blasst.kernels.verify.subjects.attention import Shape
+
+EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (1, 1), (129, 300))
+"""(queries, keys) of requests with whole tiles, ragged ends, one row, and no row at all."""
+HEADS = ((130, 400), (40, 300))
+LONG = (256, 2048)
+SEEDS = 3
+
+
+@dataclass
+class Plan:
+    """cases: with the number of schedules of each."""
+
+    subject: Subject
+    cases: list[tuple[Case, int]]
+    _bench: list[Workbench] = field(default_factory=list)
+
+    def bench(self) -> Workbench:
+        """Built on first use."""
+        if not self._bench:
+            self._bench.append(Workbench(self.subject))
+        return self._bench[0]
+
+
+def missing(kernel: str) -> str | None:
+    """Why a kernel cannot be verified here; None: it can."""
+    if kernel == "flashinfer":
+        from blasst.kernels.verify.subjects import flashinfer
+
+        return flashinfer.missing()
+    if kernel == "fa4":
+        from blasst.kernels.verify.subjects import fa4
+
+        return fa4.missing()
+    for name, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
+        if importlib.util.find_spec(name) is None:
+            return f"{package} is not installed; install blasst[cuda]"
+    return None
+
+
+def make(
+    kernel: str,
+    *,
+    shapes: Sequence[tuple[int, ...]] | None,
+    mag: float | None,
+    skip_rate: float | None,
+    page_size: int,
+    dense: bool,
+) -> Plan:
+    """shapes: (queries, keys, q heads, kv heads) each; raises ValueError for what does not fit."""
+    if kernel in ("fa4", "flashinfer"):
+        if mag is not None or skip_rate is not None or page_size or dense:
+            raise ValueError("--mag, --skip-rate, --page-size and --dense are of our own kernels")
+        return _foreign(kernel, shapes)
+    if skip_rate is not None and not shapes:
+        raise ValueError("--skip-rate needs --shape: its inputs are one request")
+    if shapes:
+        wanted = [
+            (Shape(((q, k),), heads, kv_heads, mag=mag, skip_rate=skip_rate), SEEDS)
+            for q, k, heads, kv_heads in shapes
+        ]
+    else:
+        wanted = [
+            (Shape(EDGES, mag=mag), SEEDS),
+            (Shape(HEADS, num_heads=4, num_kv_heads=2, mag=mag), SEEDS),
+            (Shape((LONG,), num_heads=1, mag=mag), SEEDS),
+        ]
+    return _ours(kernel, wanted, page_size, dense)
+
+
+def _ours(kernel: str, wanted: list[tuple[Shape, int]], page_size: int, dense: bool) -> Plan:
+    vote = not dense
+    if kernel == "sm90":
+        from blasst.kernels.hopper.config import Config as HopperConfig
+        from blasst.kernels.verify.subjects import hopper
+
+        config = HopperConfig("bfloat16", 128, True, page_size, vote, vote)
+        cases = [(hopper.case(config, shape), seeds) for shape, seeds in wanted]
+        return Plan(hopper.subject(config), cases)
+    from blasst.kernels.blackwell.config import Config
+    from blasst.kernels.verify.subjects import blackwell
+
+    sm100 = Config("bfloat16", 128, True, page_size, vote, vote)
+    cases = [(blackwell.case(sm100, shape), seeds) for shape, seeds in wanted]
+    return Plan(blackwell.subject(sm100), cases)
+
+
+def _foreign(kernel: str, shapes: Sequence[tuple[int, ...]] | None) -> Plan:
+    lengths = [shape[:2] for shape in shapes] if shapes else [(256, 512), (300, 700)]
+    if kernel == "fa4":
+        from blasst.kernels.verify.subjects import fa4
+
+        cases = [(fa4.case(queries=q, keys=k, heads=2), SEEDS) for q, k in lengths]
+        return Plan(fa4.subject(), cases)
+    from blasst.kernels.verify.subjects import flashinfer
+
+    return Plan(
+        flashinfer.subject(), [(flashinfer.case(queries=q, keys=k), SEEDS) for q, k in lengths]
+    )

@@ -1,0 +1,86 @@
+"""The command, the model of time, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from blasst.kernels.verify import costs, plans, verb
+from blasst.kernels.verify.parse import Instruction
+from blasst.kernels.verify.subjects import fa4
+
+
+@pytest.fixture
+def command() -> Callable[..., int]:
+    def run(*words: str) -> int:
+        parser = argparse.ArgumentParser()
+        verb.configure(parser)
+        return verb.run(parser.parse_args(words))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("sm90", "--shape", "5"), ("sm90", "--shape", "4,4,3,2"), ("sm90", "--seeds", "0"),
+     ("sm80",), ("sm90", "--shape", "4,4", "--skip-rate", "1.5")],
+)  # fmt: skip
+def test_wrong_usage(words: tuple[str, ...], command: Callable[..., int]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command(*words)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("sm90", "--skip-rate", "0.5"), "--skip-rate needs --shape"),
+        (("fa4", "--mag", "2500"), "are of our own kernels"),
+    ],
+)
+def test_options_that_do_not_fit(
+    words: tuple[str, ...],
+    message: str,
+    command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if plans.missing(words[0]):
+        pytest.skip(plans.missing(words[0]) or "")
+    assert command(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_report_and_timeline(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if fa4.missing():
+        pytest.skip(fa4.missing() or "")
+    picture = tmp_path / "fa4.svg"
+    words = ("fa4", "--shape", "256,512", "--seeds", "1", "--timeline", str(picture), "--json")
+    assert command(*words) == 0
+    out = capsys.readouterr()
+    report = json.loads(out.out)
+    assert report["ok"]
+    assert report["witness"]["spills"] == 0
+    assert report["witness"]["tensor_columns"] == 512
+    assert report["coverage"]["reached"] > 0.85 * report["coverage"]["total"]
+    assert len(report["cases"][0]["digests"]) == 1
+    assert report["cases"][0]["problems"] == []
+    assert "cycles in the model" in out.err
+    drawn = picture.read_text()
+    for lane in ("0 softmax 0", "12 mma", "14 load"):
+        assert lane in drawn
+    for step in ("exp2", "issue QK", "issue PV", "wait scores"):
+        assert step in drawn
+
+
+def test_every_cost_is_reachable() -> None:
+    """No entry stands behind a shorter prefix that takes its place."""
+    for at, (prefix, price) in enumerate(costs.COSTS):
+        ins = Instruction(0, prefix, (), None, False, (0,), None, 1)
+        assert costs.cost(ins) == price, prefix
+        assert prefix not in [p for p, _ in costs.COSTS[:at]]
