@@ -1,0 +1,53 @@
+"""The plugin's benchmark: its prompts, and where its skip rates come from. No engine is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from blasst.kernels.exchange.layout import RANK, rank_fields
+from blasst.kernels.exchange.stats import StatsWriter
+from blasst.plugin import bench
+
+
+def _arguments(prompts: Path | None = None, model: Path | None = None) -> argparse.Namespace:
+    return argparse.Namespace(prompts=prompts, model=str(model))
+
+
+def test_random_prompts_are_the_same_in_every_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 5000}))
+    made = bench._prompts(_arguments(model=tmp_path), 40, 3)
+    assert [len(p) for p in made] == [40, 40, 40]
+    assert made == bench._prompts(_arguments(model=tmp_path), 40, 3)
+    assert made[0] != made[1]
+
+
+def test_prompts_of_a_file_the_longest_first(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": [7] * n}) for n in (3, 9, 5, 8)))
+    assert [len(p) for p in bench._prompts(_arguments(file), 8, 2)] == [8, 5]
+    with pytest.raises(SystemExit, match="holds 3 prompts of at most 8 tokens, 4 are needed"):
+        bench._prompts(_arguments(file), 8, 4)
+
+
+def test_tiles_are_summed_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.time, "sleep", lambda seconds: None)
+    writers = []
+    for rank in range(2):
+        writer = StatsWriter(tmp_path, f"r{rank}", kind=RANK, labels={}, fields=rank_fields(2, 1))
+        tiles = b"".join(n.to_bytes(8, "little") for n in (10, 1 + rank, 20, 2))
+        writer.update(tiles=tiles)
+        writers.append(writer)
+    assert bench._tiles(tmp_path) == (60, 7)
+    for writer in writers:
+        writer.close()
+
+
+def test_bad_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["latency", "model"])
+    assert stopped.value.code == 2
+    assert "invalid choice: 'latency'" in capsys.readouterr().err
