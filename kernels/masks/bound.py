@@ -12,7 +12,7 @@ import torch
 
 from blasst.kernels.errors import InvalidInputError
 from blasst.kernels.masks.expr import INDEX, Mask, field_names, parameters
-from blasst.kernels.masks.lists import BlockLists, Tokens, build_lists, dq_write_order
+from blasst.kernels.masks.lists import BlockLists, Tokens, build_lists
 from blasst.kernels.masks.program import inputs, torch_program
 from blasst.kernels.masks.segments import Segments
 from blasst.kernels.types import BlockMask, Geometry
@@ -105,7 +105,7 @@ class AttentionMask:
     @property
     def lists_built(self) -> int:
         """How often block lists have been built, for shards of this mask too."""
-        return self._built + sum(mask.lists_built for mask in self._derived.values())
+        return self._built + sum(mask.lists_built for mask in list(self._derived.values()))
 
     def flex(self, geometry: Geometry, *, write_order: bool = False) -> FlexBlockMask:
         """FlexAttention's BlockMask, forward and backward lists included.
@@ -118,11 +118,11 @@ class AttentionMask:
         forward, backward = lists.by_query, lists.backward
         extra: dict[str, Any] = {}
         if write_order:
-            partial, full = dq_write_order(lists, spt=False)
+            partial, full = lists.write_order
             extra = {
                 "dq_write_order": partial,
                 "dq_write_order_full": full,
-                "dq_kv_order_spt": False,
+                "dq_kv_order_spt": True,
             }
         return FlexBlockMask(
             seq_lengths=(self.seqlen_q, self.seqlen_k),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.masks.cute_mod import cute_mask_mod
 from blasst.kernels.masks.inputs import Inputs, Result
-from blasst.kernels.masks.lists import BlockLists, Orientation, dq_write_order
+from blasst.kernels.masks.lists import BlockLists, Orientation
 from blasst.kernels.types import Geometry
 
 GEOMETRIES = {9: Geometry(128, 128), 10: Geometry(256, 128)}
@@ -25,24 +27,25 @@ class Fa4(NamedTuple):
     block_sparsity: Any
 
 
-def fa4_reasons() -> list[str]:
+@functools.cache
+def fa4_reasons() -> tuple[str, ...]:
     """Why flash_attn.cute cannot be imported, with the remedy; empty: it can."""
     new = _version("flash-attn-4")
     if new is None:
-        return ["flash-attn-4 is not installed; install blasst[cuda]"]
+        return ("flash-attn-4 is not installed; install blasst[cuda]",)
     spec = importlib.util.find_spec("flash_attn")
-    if spec is not None and spec.origin is not None and not _has_cute(spec):
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not any((Path(place) / "cute" / "interface.py").exists() for place in places):
         old = _version("flash-attn") or "of another kind"
-        return [
-            f"flash-attn {old} at {spec.origin} hides flash_attn.cute of flash-attn-4 {new}; run "
-            "pip uninstall flash-attn"
-        ]
-    missing = [name for name in ("cutlass", "quack") if importlib.util.find_spec(name) is None]
-    return [f"flash-attn-4 needs the module {name}; install blasst[cuda]" for name in missing]
-
-
-def _has_cute(spec: Any) -> bool:
-    return importlib.util.find_spec("flash_attn.cute") is not None
+        return (
+            f"flash-attn {old} at {places[0] if places else 'no place'} hides flash_attn.cute of "
+            f"flash-attn-4 {new}; run pip uninstall flash-attn",
+        )
+    return tuple(
+        f"flash-attn-4 needs the module {name}; install blasst[cuda]"
+        for name in ("cutlass", "quack")
+        if importlib.util.find_spec(name) is None
+    )
 
 
 def _version(package: str) -> str | None:
@@ -82,8 +85,8 @@ def backward_tensors(fa4: Fa4, lists: BlockLists, *, deterministic: bool) -> Any
     """The key-major lists, with the order of dq if deterministic. Raises if they were not built."""
     order: dict[str, Any] = {}
     if deterministic:
-        partial, full = dq_write_order(lists, spt=False)
-        order = {"dq_write_order": partial, "dq_write_order_full": full, "spt": False}
+        partial, full = lists.write_order
+        order = {"dq_write_order": partial, "dq_write_order_full": full, "spt": True}
     return sparse_tensors(fa4, lists.backward, lists.geometry, **order)
 
 

@@ -75,6 +75,11 @@ class BlockLists:
         return self.by_key
 
     @cached_property
+    def write_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """dq_write_order as FA4 chooses it for causal masks, and torch for all: spt=True."""
+        return dq_write_order(self, spt=True)
+
+    @cached_property
     def visited_blocks(self) -> int:
         """Blocks in either list, all requests. Waits for the device once."""
         return int(self.by_query.partial_counts.sum() + self.by_query.full_counts.sum())

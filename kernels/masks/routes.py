@@ -259,7 +259,7 @@ def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
         needs_grad=x.needs_grad,
         lane=lane,
         determinism=determinism,
-        fa4_reasons=tuple(fa4.fa4_reasons()) if q.is_cuda else (),
+        fa4_reasons=fa4.fa4_reasons() if q.is_cuda else (),
     )
 
 

@@ -196,6 +196,32 @@ def test_write_order_equals_that_of_fa4(
         assert torch.equal(ours, torch.where(valid, expected, 0))
 
 
+@settings(deadline=None, max_examples=10)
+@given(layouts(), combinations())
+def test_write_order_equals_that_of_flex_attention(
+    segments: Segments, combined: tuple[Mask, Seen]
+) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    bound = bind(combined[0], segments)
+    ours = bound.flex(GEOMETRIES[0], write_order=True)
+    theirs = create_block_mask(
+        bound.mask_mod,
+        bound.batch,
+        None,
+        bound.seqlen_q,
+        bound.seqlen_k,
+        "cpu",
+        (GEOMETRIES[0].tile_m, GEOMETRIES[0].tile_n),
+        compute_dq_write_order=True,
+    )
+    assert ours.dq_kv_order_spt == theirs.dq_kv_order_spt
+    for kind, counts in (("", ours.q_num_blocks), ("_full", ours.full_q_num_blocks)):
+        mine, expected = (getattr(m, f"dq_write_order{kind}") for m in (ours, theirs))
+        valid = torch.arange(mine.shape[-1]) < counts[..., None]
+        assert torch.equal(mine, torch.where(valid, expected, 0))
+
+
 def test_negation_leaves_no_negation() -> None:
     mask = ~(strip_history_thinking() | ~(document() & sliding_window(4)))
     assert "not" not in mask.text()
