@@ -111,7 +111,6 @@ def test_a_damaged_library_is_made_again(counted: Path, tmp_path: Path) -> None:
         ({"CC": "/no/such/cc"}, ["no C compiler runs (CC=/no/such/cc: not found)", "apt install"]),
         ({"CC": "false"}, ["false --version exits with 1", "set CC"]),
         ({"PATH": "", "CC": ""}, ["no C compiler runs (cc, gcc, clang", "not found"]),
-        ({"XDG_CACHE_HOME": "/proc/none"}, ["no cache folder", "set XDG_CACHE_HOME"]),
     ],
 )
 def test_what_is_missing_is_named(
@@ -126,6 +125,14 @@ def test_what_is_missing_is_named(
     with pytest.raises(UnsupportedError) as refused:
         build.library()
     assert refused.value.reasons == (reason,)
+
+
+@pytest.mark.usefixtures("fresh", "compiler")
+def test_a_cache_folder_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    (reason,) = build.reasons()
+    assert reason.startswith("no cache folder for the compiled kernel: ")
+    assert "set XDG_CACHE_HOME" in reason
 
 
 @pytest.mark.usefixtures("fresh")
