@@ -13,6 +13,8 @@ from blasst.kernels.blackwell.config import ROWS, Config
 from blasst.kernels.reference import reference_attention
 from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
 
+BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+
 
 def oracle(config: Config) -> Callable[..., Any]:
     """The arguments of the compiled kernel, computed by the reference."""
@@ -30,18 +32,20 @@ def oracle(config: Config) -> Callable[..., Any]:
     return run
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [p for p in on_hardware.parts() if p.name in ("schedules", "pages of 48")]
     assert len(chosen) == 2
     monkeypatch.setattr(on_hardware, "parts", lambda: chosen)
 
 
+@pytest.mark.usefixtures("few_parts")
 def test_what_is_right_is_called_right() -> None:
     assert list(on_hardware.correctness(oracle, "cpu")) == []
     assert list(on_hardware.soak(oracle, on_hardware.SOAKED[:1], 9, "cpu")) == []
 
 
+@pytest.mark.usefixtures("few_parts")
 def test_what_is_wrong_is_told() -> None:
     def off(config: Config) -> Callable[..., Any]:
         def run(*arguments: Any) -> None:
@@ -55,6 +59,7 @@ def test_what_is_wrong_is_told() -> None:
     assert all("out" in line for line in lines)
 
 
+@pytest.mark.usefixtures("few_parts")
 def test_what_changes_between_launches_is_told() -> None:
     launches = 0
 
@@ -72,12 +77,16 @@ def test_what_changes_between_launches_is_told() -> None:
     assert any("changed in 8 launches" in line for line in lines)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10,
-    reason="this is such a GPU",
-)
+@pytest.mark.skipif(BLACKWELL, reason="this is such a GPU")
 def test_elsewhere_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_hardware.main(["correctness"]) == 2
     assert "compute capability 10.0 or 10.3" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         on_hardware.main(["nothing"])
+
+
+@pytest.mark.sm100
+@pytest.mark.skipif(not BLACKWELL, reason="needs a GPU of compute capability 10.0 or 10.3")
+def test_on_the_gpu() -> None:
+    assert list(on_hardware.correctness(on_hardware.compile_for)) == []
+    assert list(on_hardware.soak(on_hardware.compile_for)) == []
