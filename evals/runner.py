@@ -310,7 +310,7 @@ def check_counters(moved: Counters, expected: Expected, point: Point, what: str)
         raise ServerError(
             f"{what} at {name}: {vote} tokens ran under a threshold and {dense} dense, expected "
             f"{expected.vote} and {expected.dense}; the server ignores the threshold or has "
-            "another min_context"
+            "another min_context (give --min-context N as it was started with)"
         )
     if (moved.visited > 0) != (expected.vote > 0):
         raise ServerError(
