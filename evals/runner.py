@@ -304,7 +304,8 @@ def check_counters(moved: Counters, expected: Expected, point: Point, what: str)
     if vote + dense > total:
         raise ServerError(
             f"{what}: {vote + dense} tokens were prefilled, {total} of them ours; the server has "
-            "other traffic, measure on an idle one"
+            "other traffic, measure on an idle one; or it computed preempted requests again, lower "
+            "--concurrency"
         )
     if vote > expected.vote or dense > expected.dense:
         raise ServerError(
