@@ -73,7 +73,10 @@ class Artifact:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Fields of the kernel's shared storage, where the compiler's dump names them."""
+        """Places in shared memory: from the builder module, or from the compiler's dump."""
+        listed = json.loads(_text(self.folder / f"{FUNCTION}.json") or "[]")
+        if listed:
+            return tuple(Region(*place) for place in listed)
         dump = self.folder / f"{FUNCTION}.mlir"
         fields = re.search(r"smem\.struct_fields = \[(.*?)\]", _text(dump))
         found = re.findall(r'"(\w+):(\d+):(\d+)"', fields[1]) if fields else []

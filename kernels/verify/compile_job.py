@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 PROCESSORS = {"sm_90a": 132, "sm_100a": 148}
@@ -42,9 +43,13 @@ def main(recipe: dict[str, Any], object_file: str) -> None:
     cutlass.utils.HardwareInfo = no_gpu(recipe["arch"], options.get("processors"))
     for package, folder in recipe["overlay"]:
         importlib.import_module(package).__path__ = [folder]
-    module, function = recipe["builder"].split(":")
-    compiled = getattr(importlib.import_module(module), function)(options)
+    name, function = recipe["builder"].split(":")
+    module = importlib.import_module(name)
+    compiled = getattr(module, function)(options)
     compiled.export_to_c(object_file_path=object_file, function_name="kernel")
+    if hasattr(module, "regions"):
+        # (name, first byte, bytes) of places in shared memory
+        Path(object_file).with_suffix(".json").write_text(json.dumps(module.regions(options)))
 
 
 if __name__ == "__main__":

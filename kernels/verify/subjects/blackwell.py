@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from blasst.kernels.blackwell.config import ROWS, Config
+from blasst.kernels.blackwell.config import ROWS, TILES, Config
 from blasst.kernels.types import Geometry
 from blasst.kernels.verify.build import Recipe
 from blasst.kernels.verify.subject import Case, Subject
 from blasst.kernels.verify.subjects.attention import Kernel, Shape, prefill_case
 from blasst.kernels.verify.subjects.configs import rebuild
+
+BARRIER = 8  # bytes of an mbarrier
 
 
 def build(options: dict[str, Any]) -> Any:
@@ -18,6 +20,22 @@ def build(options: dict[str, Any]) -> Any:
     from blasst.kernels.blackwell.compile import compile_prefill
 
     return compile_prefill(rebuild(Config, options))
+
+
+def regions(options: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """Barriers of the edges of both tiles, then full and empty ones of the rings of stages."""
+    from blasst.kernels.blackwell.edges import edge_specs
+
+    config = rebuild(Config, options)
+    names = [
+        f"{spec.name}[{tile}].{slot}"
+        for spec in edge_specs(config)
+        for tile in range(TILES)
+        for slot in range(spec.slots)
+    ]
+    for ring, stages in (("keys", config.key_stages), ("values", config.value_stages)):
+        names += [f"{ring} {state}[{i}]" for state in ("full", "empty") for i in range(stages)]
+    return [(name, BARRIER * i, BARRIER) for i, name in enumerate(names)]
 
 
 def role(config: Config, warp: int) -> str:
