@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 
+import blasst.kernels
 from blasst.kernels.blackwell.config import CROSS, Config
 from blasst.kernels.blackwell.proof import DENSE, VOTING
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
 from blasst.kernels.blackwell.edges import EDGES
-from blasst.kernels.verify.build import Artifact, build
+from blasst.kernels.verify.ablate import ablate
+from blasst.kernels.verify.build import Artifact, build, compile_in_process
 from blasst.kernels.verify.subjects import blackwell
-from blasst.kernels.verify.witness import find_tool, witness
+from blasst.kernels.verify.witness import differences, find_tool, witness
 
 ROOT = Path(__file__).parents[3]
+KERNELS = Path(blasst.kernels.__file__).parent
 
 
 def artifact(config: Config) -> Artifact:
@@ -73,6 +76,22 @@ def test_the_assembler_keeps_to_the_store_schedule(buffered: tuple[int, int] | N
     for count, wanted in zip(exponentials_before_the_window(config), expected, strict=True):
         # One more may be the factor of the old output; the last ones may follow the test.
         assert wanted - 2 <= count <= wanted + 1
+
+
+def test_without_blasst_in_the_source_the_build_is_the_same(tmp_path: Path) -> None:
+    """All that a vote needs is cut out of a copy of the source, functions included."""
+    folders = {f"blasst.kernels.{name}": KERNELS / name for name in ("blackwell", "cute")}
+    options = {"vote": False, "count": False, "trace": False}
+    entries = ("compile_prefill", "compile_kernel", "prefill", "run", "main")
+    copies = ablate(folders, tmp_path / "source", options, entries)
+    text = "".join(p.read_text() for c in copies.values() for p in c.glob("*.py"))
+    for word in ("send_vote", "barrier_cta_red", "config.vote", "config.count", "atomic_add"):
+        assert word in "".join(p.read_text() for f in folders.values() for p in f.glob("*.py"))
+        assert word not in text, word
+    recipe = blackwell.subject(DENSE, lines=False).recipe
+    overlay = tuple((package, str(folder)) for package, folder in copies.items())
+    ours = compile_in_process(replace(recipe, overlay=overlay), tmp_path)
+    assert differences(ours, build(recipe)) == []
 
 
 def test_the_page_shows_every_barrier() -> None:
