@@ -8,6 +8,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from blasst.kernels.cute.load import Source
+from blasst.kernels.cute.smem import ATOM_ROWS
 from blasst.kernels.cute.tile import Tile, make_tile
 from blasst.kernels.cute.windows import make_box_atom, make_window_atom, select
 
@@ -71,10 +72,11 @@ def make_sources(
 
 
 def key_source(config: Any, op: Any, rows: cute.Tensor, whole_rows: bool) -> Source:
+    """whole_rows: boxes for windows of valid rows, and windows of 8 rows for the others."""
     box = make_box_atom(op, rows, config.window) if whole_rows else None
-    return Source(
-        *make_window_atom(op, rows, config.window, config.tile_n, whole_rows=whole_rows), box
-    )
+    window = ATOM_ROWS if whole_rows else config.window
+    atom, coordinates = make_window_atom(op, rows, window, config.tile_n, whole_rows)
+    return Source(atom, coordinates, box)
 
 
 def make_grid(

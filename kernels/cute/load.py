@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32
 
 from blasst.kernels.cute.ring import Ring
+from blasst.kernels.cute.smem import ATOM_ROWS
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import NO_TRACE, Step, Trace
 from blasst.kernels.cute.windows import box, box_layout, copy_window, window
@@ -106,10 +107,14 @@ def copy_from_page(
     barrier: cute.Pointer,
     mask: Any,
 ) -> None:
-    """place: (kv head, row, page), valid rows. In one copy if there is one and all are valid."""
+    """place: (kv head, row, page), valid rows of the window.
+
+    With boxes, all rows in one copy if they are valid, else in windows of 8 rows: each of them
+    needs a valid row of its own.
+    """
     (kv_head, row, page), valid = place
-    rows = window(source.coordinates, row, valid, (kv_head, page))
     if cutlass.const_expr(source.box is None):
+        rows = window(source.coordinates, row, valid, (kv_head, page))
         copy_window(source.atom, rows, target, barrier, mask)
     else:
         atom, coordinates, head_stride = source.box
@@ -119,7 +124,12 @@ def copy_from_page(
             at = box(coordinates, kv_head * head_stride, row, page, shape)
             copy_window(atom, at, whole, barrier, mask)
         else:
-            copy_window(source.atom, rows, target, barrier, mask)
+            for part in cutlass.range_constexpr(config.window // ATOM_ROWS):
+                first = cutlass.min(part * ATOM_ROWS, valid - 1)
+                count = cutlass.max(1, cutlass.min(valid - part * ATOM_ROWS, ATOM_ROWS))
+                rows = window(source.coordinates, row + first, count, (kv_head, page))
+                eight = cute.local_tile(target, (ATOM_ROWS, config.head_dim), (part, 0))
+                copy_window(source.atom, rows, eight, barrier, mask)
 
 
 @cute.jit
