@@ -48,13 +48,7 @@ def prefill(
     grid = (num_heads // num_kv_heads, m_blocks, num_kv_heads * (cu_seqlens_q.numel() - 1))
     if 0 in grid:
         return lse
-    if isinstance(kv, PagedKV):
-        lengths, table, page = kv.seqlens_k, kv.page_table, kv.k.shape[1]
-        stride_k, stride_v = kv.k.stride(), kv.v.stride()
-    else:
-        lengths = table = kv.cu_seqlens_k
-        page = 0
-        stride_k, stride_v = (0, *kv.k.stride()), (0, *kv.v.stride())
+    page, lengths, table, stride_k, stride_v = _key_layout(kv)
     if config is None:
         config = config_of(q, geometry, paged=page > 0)
     prefill_kernel[grid](
@@ -87,6 +81,16 @@ def prefill(
         maxnreg=config.max_registers,
     )
     return lse
+
+
+def _key_layout(
+    kv: PagedKV | RaggedKV,
+) -> tuple[int, torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """(page size or 0, key lengths, page table or any tensor, strides of k, and of v)."""
+    if isinstance(kv, PagedKV):
+        return kv.k.shape[1], kv.seqlens_k, kv.page_table, kv.k.stride(), kv.v.stride()
+    ends = kv.cu_seqlens_k
+    return 0, ends, ends, (0, *kv.k.stride()), (0, *kv.v.stride())
 
 
 def config_of(q: torch.Tensor, geometry: Geometry, *, paged: bool) -> Config:
