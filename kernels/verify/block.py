@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from blasst.kernels.verify.errors import DeadlockError, ExecutionError
 from blasst.kernels.verify.evidence import Evidence
@@ -27,23 +27,29 @@ IDLE_ROUNDS = 24
 MOST_STEPS = 100_000_000
 
 
+class Setting(NamedTuple):
+    """What all blocks of a launch share. files: registers, one a warp; template: their contents."""
+
+    program: Program
+    launch: Launch
+    memory: Memory
+    files: list[RegisterFile]
+    template: dict[int, Array]
+    findings: Findings
+
+
 class Block:
     """State of one block while it runs. cta: its index in the grid; races: its number, or None."""
 
     def __init__(
         self,
-        program: Program,
-        launch: Launch,
-        memory: Memory,
-        files: list[RegisterFile],
-        template: dict[int, Array],
-        findings: Findings,
+        setting: Setting,
         schedule: Schedule,
         cta: tuple[int, int, int],
         races: tuple[int, Evidence | None] | None,
     ) -> None:
-        self.program, self.launch, self.memory = program, launch, memory
-        self.findings, self.schedule, self.cta = findings, schedule, cta
+        self.program, self.launch, self.memory = setting.program, setting.launch, setting.memory
+        self.findings, self.schedule, self.cta = setting.findings, schedule, cta
         self.tensor = TensorMemory()
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
@@ -52,10 +58,10 @@ class Block:
         self.drained: dict[Warp, int] = {}
         self.products = 0
         self.tensor_columns = 0
-        self.registers = RegisterPool(launch.threads // 32)
-        memory.clear()
+        self.registers = RegisterPool(self.launch.threads // 32)
+        self.memory.clear()
         self.races = None if races is None else Races(self, *races)
-        self.warps = [self._warp(i, file, template) for i, file in enumerate(files)]
+        self.warps = [self._warp(i, file, setting.template) for i, file in enumerate(setting.files)]
 
     def _warp(self, number: int, file: RegisterFile, template: dict[int, Array]) -> Warp:
         file.reset(template)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from blasst.kernels.verify.block import Block
+from blasst.kernels.verify.block import Block, Setting
 from blasst.kernels.verify.errors import ExecutionError
 from blasst.kernels.verify.evidence import Evidence
 from blasst.kernels.verify.findings import Findings
@@ -77,8 +77,14 @@ class Executor:
         findings = Findings(self.program.instructions)
         run = Run(findings)
         started = time.perf_counter()
-        first = template(self.program.layout, launch.parameters)
-        memory = Memory(list(buffers), launch.shared_bytes)
+        setting = Setting(
+            self.program,
+            launch,
+            Memory(list(buffers), launch.shared_bytes),
+            self.registers(launch.threads // 32),
+            template(self.program.layout, launch.parameters),
+            findings,
+        )
         for buffer in buffers:
             buffer.shadow = None
         schedule = Schedule(seed)
@@ -86,17 +92,7 @@ class Executor:
         schedule.random.shuffle(order)
         with np.errstate(all="ignore"):
             for number, cta in enumerate(order):
-                block = Block(
-                    self.program,
-                    launch,
-                    memory,
-                    self.registers(launch.threads // 32),
-                    first,
-                    findings,
-                    schedule,
-                    cta,
-                    (number, evidence) if races else None,
-                )
+                block = Block(setting, schedule, cta, (number, evidence) if races else None)
                 try:
                     block.run()
                 except ExecutionError as e:

@@ -16,7 +16,7 @@ import numpy as np
 
 from blasst.kernels.instruments.timeline import Span, Timeline
 from blasst.kernels.verify import steps
-from blasst.kernels.verify.block import Block
+from blasst.kernels.verify.block import Block, Setting
 from blasst.kernels.verify.costs import MODELS, Cost, Model, cost
 from blasst.kernels.verify.errors import DeadlockError, VerifyError
 from blasst.kernels.verify.findings import Findings
@@ -253,17 +253,15 @@ def time_block(
         raise VerifyError(
             f"there is no model of time for {module.target}, only for {', '.join(MODELS)}"
         )
-    timed = TimedBlock(
+    setting = Setting(
         bench.program,
         launch,
         Memory(case.buffers, launch.shared_bytes),
         bench.executor.registers(launch.threads // 32),
         template(bench.program.layout, launch.parameters),
         Findings(bench.program.instructions),
-        Schedule(0),
-        block,
-        None,
     )
+    timed = TimedBlock(setting, Schedule(0), block, None)
     timed.begin(model or MODELS[module.target])
     with np.errstate(all="ignore"):
         timed.run_timed()
