@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.masks.bound import AttentionMask, MaskCache, bind
 from blasst.kernels.masks.cute_mod import cute_mask_mod
 from blasst.kernels.masks.expr import KEY, QUERY, Mask, Parameter
@@ -327,6 +328,16 @@ def test_cache_shares_layouts_across_steps() -> None:
     assert cache.stats.evictions == 2
     assert cache.bind(mask, first) is not bound
     assert cache.stats.hit_rate == pytest.approx(1 / 6)
+
+
+def test_a_backward_gets_its_lists_after_an_inference() -> None:
+    bound = MaskCache().bind(shared_prefix(), layout(torch.Generator().manual_seed(3), 40))
+    geometry = Geometry(16, 16)
+    with pytest.raises(UnsupportedError, match="silently dense"):
+        _ = bound.lists(geometry, backward=False).backward
+    assert bound.lists(geometry).backward is not None
+    assert bound.lists(geometry, backward=False).by_key is not None
+    assert bound.lists_built == 2
 
 
 def test_cache_ignores_fields_that_the_mask_does_not_read() -> None:
