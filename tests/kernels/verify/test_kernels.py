@@ -11,7 +11,6 @@ import pytest
 from blasst.kernels.hopper.config import Config
 from blasst.kernels.verify.build import Artifact
 from blasst.kernels.verify.coverage import coverage
-from blasst.kernels.verify.launch import Launch
 from blasst.kernels.verify.mutate import Mutant, candidates, mutants
 from blasst.kernels.verify.operands import DONE
 from blasst.kernels.verify.subject import Case, Workbench
@@ -143,13 +142,6 @@ def test_flashinfer_without_its_seed_is_flagged(
     for seed in range(2):
         found = bench.run(flashinfer.case(queries=256, keys=512), seed=seed).describe()
         assert any("WAW: writes TMEM columns [0, 128)" in line for line in found), found
-
-
-def test_a_cluster_launch_is_refused() -> None:
-    """The default of FA4 for large heads has two blocks a cluster; its opcodes are refused."""
-    launch = Launch((1, 1, 1), 128, 1024, [])
-    assert launch.blocks == [(0, 0, 0)]
-    assert launch.region(12) == "shared+12"
 
 
 def test_outputs_are_put_back_before_a_run() -> None:
