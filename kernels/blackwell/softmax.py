@@ -26,10 +26,10 @@ LN_2 = math.log(2.0)
 class Softmax:
     """index, tile: of this warpgroup; visits and lead as in Multiplier; row: of this thread.
 
-    scores, p: this warp's lanes. scale: [2 slots, rows] in shared memory, after the
-    last visit the normaliser. kept:
-    [tiles]. floor: log2(lambda), +inf for a row that does not exist. state: registers [3], the
-    row's true running maximum, the maximum that its exponentials refer to, and their sum.
+    scores, p: this warp's lanes. scale: [2 slots, rows] in shared memory: factors of the old
+    output, and after the last visit the normaliser. kept: [tiles]. floor: log2(lambda), +inf for a
+    row that does not exist. state: registers [3], the row's true running maximum, the maximum that
+    its exponentials refer to, and their sum.
     """
 
     config: Config
