@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
@@ -11,21 +12,25 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import ValidationError
 
 from blasst.kernels.exchange.desired import DesiredState, DesiredStateError
 from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.kernels.threshold import SkipThreshold
-from blasst.server import models, observe, openapi, problems
+from blasst.server import models, observe, openapi, presets, problems
 from blasst.server.auth import Gate
 from blasst.server.control import ControlService, Wish, etag, unreadable
 from blasst.server.headers import SecurityHeaders
+from blasst.server.limits import Limits
 from blasst.server.metrics import MetricsPage
 from blasst.server.problems import Problem
 from blasst.server.settings import Settings, probe_writable
+from blasst.server.tokens import Tokens
 
 BODY_TIMEOUT_S = 10.0
 """Bodies are small; one that never ends must not hold its connection for ever."""
 
+_AUDIT_RECORDS = 200
 _STATIC = Path(__file__).parent / "static"
 _PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -44,8 +49,14 @@ IfMatch = Annotated[
 ]
 
 
-def create_app(settings: Settings, control: ControlService, collector: PagesCollector) -> FastAPI:
-    """control: open, of the same state folder. collector: over its stats folder."""
+def create_app(
+    settings: Settings,
+    control: ControlService,
+    collector: PagesCollector,
+    limits: Limits | None = None,
+) -> FastAPI:
+    """control: open, of the same state folder. collector: over its stats folder. limits: how often
+    callers may call; None: the usual ones. Raises SettingsError for an unusable token file."""
     app = FastAPI(
         title="blasst sidecar",
         version=importlib.metadata.version("blasst"),
@@ -54,13 +65,18 @@ def create_app(settings: Settings, control: ControlService, collector: PagesColl
         redoc_url=None,
     )
     problems.install(app)
-    digest = settings.token_digest()
-    _add_control(app, control, collector)
+    tokens = (
+        None
+        if settings.token_file is None
+        else Tokens(settings.token_file, settings.read_token_file)
+    )
+    _add_control(app, settings, control, collector)
+    _add_evidence(app, settings, control, collector)
     _add_health(app, settings, control)
-    _add_metrics(app, control, collector)
+    _add_metrics(app, MetricsPage(collector, control, tokens))
     _add_page(app)
-    openapi.complete(app, protected=digest is not None)
-    app.add_middleware(Gate, token_digest=digest, open_paths=OPEN_PATHS)
+    openapi.complete(app, protected=tokens is not None)
+    app.add_middleware(Gate, tokens=tokens, open_paths=OPEN_PATHS, limits=limits or Limits())
     app.add_middleware(SecurityHeaders)
     return app
 
@@ -75,20 +91,27 @@ async def _change(
     return models.parse_change(body, request.headers.get("content-type", ""))
 
 
-def _add_control(app: FastAPI, control: ControlService, collector: PagesCollector) -> None:
+def _add_control(
+    app: FastAPI, settings: Settings, control: ControlService, collector: PagesCollector
+) -> None:
     path = "/v1/blasst/threshold"
     cache = collector.cache
 
     def answer(state: DesiredState, response: Response) -> models.ThresholdState:
         response.headers["ETag"] = etag(state)
-        return observe.threshold_state(state, cache)
+        shown = observe.threshold_state(state, cache)
+        if observe.pending(shown):
+            response.status_code = 202
+        return shown
 
     @app.get(path, tags=["control"], summary="The threshold and who has taken it over")
     def get_threshold(response: Response) -> models.ThresholdState:
         try:
-            return answer(control.read(), response)
+            state = control.read()
         except DesiredStateError as e:
             raise unreadable(e) from e
+        response.headers["ETag"] = etag(state)
+        return observe.threshold_state(state, cache)
 
     @app.put(path, tags=["control"], summary="Set the threshold", openapi_extra=openapi.PUT_BODY)
     def put_threshold(
@@ -97,8 +120,14 @@ def _add_control(app: FastAPI, control: ControlService, collector: PagesCollecto
         change: Annotated[tuple[models.ThresholdChange, SkipThreshold | None], Depends(_change)],
         if_match: IfMatch = None,
     ) -> models.ThresholdState:
-        """Replaces the whole state. The value already in force is no change: same generation."""
+        """Replaces the whole state. The value already in force is no change: same generation.
+
+        202: written, and a live front end has yet to read it; GET shows `converged`.
+        """
         body, threshold = change
+        if body.target_skip_rate is not None:
+            found = presets.find(settings.presets_folder, presets.Running.of(cache.pages()))
+            threshold = presets.threshold(found, body.target_skip_rate, body.preset or "")
         wish = Wish(threshold, body.min_context, body.reason, _caller(request))
         return answer(control.set(wish, if_match), response)
 
@@ -109,9 +138,34 @@ def _add_control(app: FastAPI, control: ControlService, collector: PagesCollecto
         """The same as PUT {"off": true}."""
         return answer(control.set(Wish(None, by=_caller(request)), if_match), response)
 
+
+def _add_evidence(
+    app: FastAPI, settings: Settings, control: ControlService, collector: PagesCollector
+) -> None:
+    cache = collector.cache
+
     @app.get("/v1/blasst/status", tags=["evidence"], summary="Counters, classes, convergence")
     def get_status() -> models.Status:
         return observe.status(control, cache)
+
+    @app.get("/v1/blasst/presets", tags=["evidence"], summary="Presets, and which of them fit")
+    def get_presets() -> models.PresetList:
+        found = presets.find(settings.presets_folder, presets.Running.of(cache.pages()))
+        return models.PresetList(presets=[observe.preset_view(f) for f in found])
+
+    @app.get("/v1/blasst/audit", tags=["evidence"], summary="Who changed the threshold, and when")
+    def get_audit() -> models.AuditList:
+        """The newest 200 changes, newest last; the file audit.jsonl has all."""
+        records = []
+        try:
+            newest = control.audit.tail(_AUDIT_RECORDS)
+        except OSError as e:
+            raise Problem(503, "audit-unreadable", f"The audit log: {e.strerror}.") from e
+        for record in newest:
+            # A line that somebody edited is not shown as if we had written it.
+            with contextlib.suppress(ValidationError):
+                records.append(models.AuditRecord.model_validate(record))
+        return models.AuditList(records=records)
 
 
 def _add_health(app: FastAPI, settings: Settings, control: ControlService) -> None:
@@ -136,9 +190,7 @@ def _add_health(app: FastAPI, settings: Settings, control: ControlService) -> No
         app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
-def _add_metrics(app: FastAPI, control: ControlService, collector: PagesCollector) -> None:
-    page = MetricsPage(collector, control)
-
+def _add_metrics(app: FastAPI, page: MetricsPage) -> None:
     @app.get(
         "/metrics",
         tags=["evidence"],
@@ -163,4 +215,6 @@ def _file_endpoint(name: str, media_type: str) -> Callable[[], FileResponse]:
 
 
 def _caller(request: Request) -> str:
-    return request.client.host if request.client else "local"
+    address = request.client.host if request.client else "local"
+    role = getattr(request.state, "role", None)
+    return f"{address} ({role} token)" if role else address

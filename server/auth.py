@@ -6,29 +6,36 @@ header. Open are GET and HEAD of the exact paths listed; all else needs the toke
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from blasst.server.limits import Bucket, Limits, retry_after
 from blasst.server.problems import Problem
 from blasst.server.settings import is_loopback
+from blasst.server.tokens import Role, Tokens
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY_BYTES = 16 * 1024
+_READS = ("GET", "HEAD")
 
 
 class Gate:
-    """Token, Host and body-size checks. token_digest None: no token is configured."""
+    """Token, Host, rate and body-size checks. tokens None: no token is configured."""
 
     def __init__(
-        self, app: ASGIApp, *, token_digest: bytes | None, open_paths: Collection[str]
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens | None,
+        open_paths: Collection[str],
+        limits: Limits,
     ) -> None:
         self.app = app
-        self.token_digest = token_digest
+        self.tokens = tokens
         self.open_paths = frozenset(open_paths)
+        self.limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,21 +51,61 @@ class Gate:
         await self.app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        if self.token_digest is None:
+        try:
+            role = self._role(scope)
+        except Problem as refusal:
+            _spend(self.limits.refused.take(_address(scope)), refusal)
+            raise
+        scope.setdefault("state", {})["role"] = role
+        reads = scope["method"] in _READS
+        _take(self.limits.reads if reads else self.limits.writes)
+
+    def _role(self, scope: Scope) -> Role | None:
+        """Which token the caller has; None: none is needed. Raises Problem."""
+        if self.tokens is None:
             _check_host(scope)
-            return
-        if scope["method"] in ("GET", "HEAD") and scope["path"] in self.open_paths:
-            return
+            return None
+        reads = scope["method"] in _READS
+        if reads and scope["path"] in self.open_paths:
+            return None
         scheme, _, token = _header(scope, b"authorization").partition(b" ")
-        given = hashlib.sha256(token.strip()).digest()
-        right = secrets.compare_digest(given, self.token_digest)
-        if not (right and scheme.lower() == b"bearer"):
+        role = self.tokens.role(token.strip())
+        if role is None or scheme.lower() != b"bearer":
             raise Problem(
                 401,
                 "unauthorized",
                 "This needs the header `Authorization: Bearer TOKEN` with the configured token.",
                 {"WWW-Authenticate": 'Bearer realm="blasst"'},
             )
+        if role == "read" and not reads:
+            raise Problem(
+                403, "read-only", "This token may only read; a change needs the write token."
+            )
+        return role
+
+
+def _take(bucket: Bucket) -> None:
+    wait = bucket.take()
+    if wait:
+        raise Problem(
+            429,
+            "too-many",
+            f"More than {bucket.rate:g} such calls a second; try again after Retry-After seconds.",
+            retry_after(wait),
+        )
+
+
+def _spend(wait: float, refusal: Problem) -> None:
+    """A caller who is refused all the time is told to wait. The right token is never refused for
+    others' guesses: they may share its address."""
+    if wait:
+        raise Problem(
+            429, "too-many-refused", f"Too many refused calls. {refusal.detail}", retry_after(wait)
+        ) from refusal
+
+
+def _address(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else "local"
 
 
 def _check_host(scope: Scope) -> None:

@@ -26,6 +26,7 @@ _SUMMARIES = {
     "verify": "execute a GPU kernel's PTX on this CPU, with races and an oracle",
     "trace": "timelines of the Hopper kernel's warps, and hardware counters",
     "ruler": "RULER: generate, run, sweep, report",
+    "completion": "print the completion script of a shell",
     "demo": "serve a small model on this CPU and sweep thresholds",
 }
 _EXTRAS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -45,10 +46,12 @@ class ThresholdClient:
 
     url: str
     token: str = ""
+    tls: ssl.SSLContext | None = None
 
     @classmethod
-    def of(cls, url: str, token_file: Path | None) -> ThresholdClient:
-        """Raises SettingsError for a bad address or an unusable token file."""
+    def of(cls, url: str, token_file: Path | None, ca_file: Path | None = None) -> ThresholdClient:
+        """ca_file: PEM certificates to trust instead of the system's. Raises SettingsError for a
+        bad address or an unusable file."""
         try:
             parts = urllib.parse.urlsplit(url)
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -56,7 +59,11 @@ class ThresholdClient:
             usable = False
         if not usable or not url.isprintable() or " " in url:
             raise SettingsError(f"url {url!r} must look like http://127.0.0.1:8300")
-        return cls(url.rstrip("/"), read_token(token_file) if token_file else "")
+        try:
+            tls = ssl.create_default_context(cafile=ca_file) if ca_file else None
+        except OSError as e:
+            raise SettingsError(f"--ca-file {ca_file} cannot be used: {e.strerror or e}") from e
+        return cls(url.rstrip("/"), read_token(token_file) if token_file else "", tls)
 
     def get(self) -> dict[str, Any]:
         return self._call("GET", {})
@@ -98,7 +105,11 @@ class ThresholdClient:
             headers = {**headers, "Authorization": f"Bearer {self.token}"}
         request = urllib.request.Request(self.url + PATH, body, headers, method=method)
         # A proxy of the environment is for the network outside; a sidecar is not there.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),
+            _NoRedirect(),
+            urllib.request.HTTPSHandler(context=self.tls),
+        )
         try:
             with opener.open(request, timeout=_TIMEOUT_S) as answer:
                 state = json.loads(answer.read(_MAX_ANSWER_BYTES))

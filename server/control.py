@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blasst.kernels.exchange.desired import (
     DENSE,
@@ -24,6 +25,7 @@ from blasst.kernels.exchange.desired import (
     write_desired,
 )
 from blasst.kernels.threshold import SkipThreshold
+from blasst.server.audit import AuditLog, Entry
 from blasst.server.problems import Problem
 from blasst.server.settings import SettingsError
 
@@ -63,6 +65,7 @@ class ControlService:
         self._highest = 0
         self._floor = 0
         self._lock_fd: int | None = None
+        self.audit = AuditLog(folder)
 
     def open(self) -> None:
         """Raises SettingsError when another sidecar has this folder."""
@@ -88,6 +91,7 @@ class ControlService:
         for leftover in self.folder.glob(TEMP_PREFIX + "*"):
             with contextlib.suppress(OSError):
                 leftover.unlink()
+        self._audit_what_a_crash_lost()
 
     def close(self) -> None:
         if self._lock_fd is not None:
@@ -134,13 +138,39 @@ class ControlService:
                 updated_by=wish.by,
                 reason=wish.reason,
             )
+            entry = Entry(
+                who=wish.by,
+                old=None if current is None else _brief(current),
+                new=_brief(state),
+                reason=wish.reason,
+                generation=state.generation,
+            )
             try:
                 self._mark(state.generation)
-                write_desired(self.folder, state)
+                self.audit.append(entry)
+                self._write(state, entry)
             except OSError as e:
                 raise _unwritable(e) from e
             self._highest = state.generation
             return state
+
+    def _write(self, state: DesiredState, entry: Entry) -> None:
+        try:
+            write_desired(self.folder, state)
+        except OSError:
+            # On a full disk this may fail, too; then the next start finds that it was lost.
+            with contextlib.suppress(OSError):
+                self.audit.append(dataclasses.replace(entry, result="failed"))
+            raise
+
+    def _audit_what_a_crash_lost(self) -> None:
+        """A record whose change never reached the disk gets its second line."""
+        with contextlib.suppress(OSError, DesiredStateError):
+            last = self.audit.tail(1)
+            found = self.read().generation
+            if last and last[0].get("result") == "applied" and last[0]["generation"] > found:
+                fields = {f.name: last[0].get(f.name) for f in dataclasses.fields(Entry)}
+                self.audit.append(Entry(**{**fields, "result": "lost"}))  # type: ignore[arg-type]
 
     def _check_effect(self, wish: Wish) -> None:
         why = "" if wish.threshold is None else self._refusal()
@@ -221,6 +251,17 @@ def _unwritable(error: OSError) -> Problem:
         "state-unwritable",
         f"The state folder cannot be written ({error.strerror}); the old threshold stays in force.",
     )
+
+
+def _brief(state: DesiredState) -> dict[str, Any]:
+    """A state as the audit log has it; threshold None = dense."""
+    threshold = state.threshold
+    return {
+        "threshold": None
+        if threshold is None
+        else {"unit": threshold.unit, "value": threshold.value},
+        "min_context": state.min_context,
+    }
 
 
 def _now() -> str:

@@ -12,11 +12,13 @@ from prometheus_client.registry import Collector
 
 from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.server.control import ControlService
+from blasst.server.tokens import Tokens
 
 
 class _ControlCollector(Collector):
-    def __init__(self, control: ControlService) -> None:
+    def __init__(self, control: ControlService, tokens: Tokens | None) -> None:
         self._control = control
+        self._tokens = tokens
 
     def describe(self) -> Iterator[Metric]:
         yield from ()
@@ -27,6 +29,12 @@ class _ControlCollector(Collector):
             "1: the desired-state file is readable. 0: corrupt or lost, the last good one rules.",
             value=0.0 if self._control.error() else 1.0,
         )
+        if self._tokens is not None:
+            yield GaugeMetricFamily(
+                "blasst_token_files_ok",
+                "1: all token files are good. 0: one turned bad, its old token stays in force.",
+                value=0.0 if self._tokens.errors() else 1.0,
+            )
 
 
 class MetricsPage:
@@ -36,12 +44,13 @@ class MetricsPage:
         self,
         collector: PagesCollector,
         control: ControlService,
+        tokens: Tokens | None = None,
         max_age_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = CollectorRegistry()
         collector.register(self._registry)
-        self._registry.register(_ControlCollector(control))
+        self._registry.register(_ControlCollector(control, tokens))
         self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()

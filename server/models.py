@@ -12,7 +12,7 @@ from blasst.kernels.threshold import MAG_MAX, SkipThreshold, ThresholdError
 from blasst.server.problems import Problem
 
 REASON_MAX = 500
-_UNIT_FIELDS = ("mag", "lambda", "scale", "off")
+_UNIT_FIELDS = ("mag", "lambda", "scale", "target_skip_rate", "off")
 
 
 def _absent() -> Any:
@@ -21,7 +21,7 @@ def _absent() -> Any:
 
 
 class ThresholdChange(BaseModel):
-    """The body of PUT: exactly one of mag, lambda, scale and off."""
+    """The body of PUT: exactly one of mag, lambda, scale, target_skip_rate and off."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -33,6 +33,7 @@ class ThresholdChange(BaseModel):
                 {"mag": 2500, "reason": "chosen from last week's sweep"},
                 {"lambda": 0.05, "min_context": 16384},
                 {"scale": 500},
+                {"target_skip_rate": 0.5},
                 {"off": True},
             ],
         },
@@ -55,6 +56,17 @@ class ThresholdChange(BaseModel):
         description="lambda times the prompt's final length in tokens.",
         json_schema_extra={"minimum": 0},
     )
+    target_skip_rate: float = Field(
+        default_factory=_absent,
+        description="Share of the visited tiles to skip, through a calibration preset that fits "
+        "the running model and kernel; kept as the scale that this gives.",
+        json_schema_extra={"minimum": 0, "exclusiveMaximum": 1},
+    )
+    preset: str = Field(
+        default_factory=_absent,
+        max_length=200,
+        description="Name of the preset; left out: the only one that fits.",
+    )
     off: bool = Field(
         default_factory=_absent,
         description="true: dense attention, no block is skipped.",
@@ -69,17 +81,26 @@ class ThresholdChange(BaseModel):
     reason: str = Field(default="", max_length=REASON_MAX, description="Free text, kept with it.")
 
     def threshold(self) -> SkipThreshold | None:
-        """None = dense. Raises Problem for a value outside its range, or not exactly one unit."""
+        """None = dense, and also with a target skip rate: its preset gives the threshold. Raises
+        Problem for a value outside its range, or not exactly one unit."""
         given: dict[str, float | bool] = {
             name: value
             for name, value in zip(
-                _UNIT_FIELDS, (self.mag, self.skip_lambda, self.scale, self.off), strict=True
+                _UNIT_FIELDS,
+                (self.mag, self.skip_lambda, self.scale, self.target_skip_rate, self.off),
+                strict=True,
             )
             if value is not None
         }
         if len(given) != 1:
             _refuse(f"give exactly one of {', '.join(_UNIT_FIELDS)}; this body has {len(given)}")
         ((unit, value),) = given.items()
+        if self.preset is not None and unit != "target_skip_rate":
+            _refuse("preset goes with target_skip_rate only")
+        if unit == "target_skip_rate":
+            if not 0.0 <= value < 1.0:
+                _refuse(f"target_skip_rate {value:g} is outside 0 <= rate < 1")
+            return None
         if unit == "off":
             if value is not True:
                 _refuse("off must be true; leave it out and give a threshold otherwise")
@@ -221,6 +242,51 @@ class Status(BaseModel):
     requests_rejected: int
     desired_read_errors: int
     classes: list[ClassView]
+
+
+class PresetView(BaseModel):
+    """One calibration preset. refusal: why it does not fit what runs; empty when it does."""
+
+    name: str
+    model: str | None = Field(description="null: the file cannot be read, refusal says why")
+    geometry: str | None = Field(description="implementation:rowsxkeys that vote as one")
+    low: float | None = Field(description="lowest skip rate that was measured")
+    high: float | None = Field(description="highest skip rate that was measured")
+    error: float | None = Field(description="largest difference of a skip rate from the curve")
+    usable: bool
+    refusal: str
+
+
+class PresetList(BaseModel):
+    """All presets of the folder, in name order."""
+
+    presets: list[PresetView]
+
+
+class AuditState(BaseModel):
+    """A threshold as the audit log keeps it; threshold null = dense."""
+
+    threshold: ThresholdValue | None
+    min_context: int | None
+
+
+class AuditRecord(BaseModel):
+    """One change. result: applied; failed: the disk refused it; lost: a crash came before it."""
+
+    time: str = Field(description="RFC 3339, UTC")
+    who: str = Field(description="address of the caller, and its token's scope")
+    old: AuditState | None = Field(description="null: the file was corrupt or lost")
+    new: AuditState
+    reason: str
+    generation: int
+    result: str
+    chain: str = Field(description="SHA-256 over this record and its predecessor's chain")
+
+
+class AuditList(BaseModel):
+    """The newest records, newest last."""
+
+    records: list[AuditRecord]
 
 
 class Health(BaseModel):

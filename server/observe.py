@@ -26,6 +26,7 @@ from blasst.kernels.exchange.stats import SUFFIX, StatsPage
 from blasst.kernels.threshold import lambda_to_mag
 from blasst.server import models
 from blasst.server.control import ControlService
+from blasst.server.presets import Found
 
 Tiles = dict[tuple[int, int], tuple[int, int]]
 
@@ -52,6 +53,25 @@ def refusal(pages: Iterable[StatsPage]) -> str:
 def converged(state: DesiredState, front_ends: Sequence[models.FrontEndView]) -> bool:
     live = [f for f in front_ends if f.alive]
     return bool(live) and all(f.generation_read == state.generation for f in live)
+
+
+def pending(state: models.ThresholdState) -> bool:
+    """A live front end has yet to read this generation. With none there is nobody to wait for."""
+    return not state.converged and any(f.alive for f in state.front_ends)
+
+
+def preset_view(found: Found) -> models.PresetView:
+    preset = found.preset
+    return models.PresetView(
+        name=found.name,
+        model=preset.model if preset else None,
+        geometry=str(preset.geometry) if preset else None,
+        low=preset.fit.low if preset else None,
+        high=preset.fit.high if preset else None,
+        error=preset.fit.error if preset else None,
+        usable=not found.refusal,
+        refusal=found.refusal,
+    )
 
 
 def threshold_state(state: DesiredState, cache: CachedPages) -> models.ThresholdState:

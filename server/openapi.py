@@ -32,7 +32,8 @@ _ETAG = {
 _WRITE = {
     400: "The body is not JSON.",
     408: "The body did not arrive in 10 seconds.",
-    409: "No layer of the running engine can skip: a threshold would have no effect.",
+    404: "There is no preset of this name.",
+    409: "No layer of the running engine can skip, or no one preset fits what runs.",
     412: "If-Match names another generation: somebody changed it first.",
     413: "The body is larger than 16 KiB.",
     415: "The body is not sent as application/json.",
@@ -45,6 +46,7 @@ _ERRORS: dict[tuple[str, str], dict[int, str]] = {
     ("/v1/blasst/threshold", "get"): {503: "The desired-state file is corrupt or lost."},
     ("/v1/blasst/threshold", "put"): _WRITE,
     ("/v1/blasst/threshold", "delete"): {s: _WRITE[s] for s in (412, 413, 428, 503, 507)},
+    ("/v1/blasst/audit", "get"): {503: "The audit log cannot be read."},
     ("/readyz", "get"): {503: "The state folder or its file is unusable."},
 }
 
@@ -85,8 +87,11 @@ def _add_errors(operation: dict[str, Any], path: str, method: str, protected: bo
     if guarded and protected:
         operation["security"] = [{"token": []}]
         errors[401] = "The bearer token is missing or wrong."
+        if method not in ("get", "head"):
+            errors[403] = "The token may only read."
     elif not protected:
         errors[403] = "Without a token only loopback names are served (Host header)."
+    errors[429] = "Too many calls; Retry-After says when to try again."
     for status, text in sorted(errors.items()):
         responses[str(status)] = {
             "description": text,
@@ -94,6 +99,9 @@ def _add_errors(operation: dict[str, Any], path: str, method: str, protected: bo
         }
     if path == "/v1/blasst/threshold":
         responses["200"]["headers"] = _ETAG
+        if method != "get":
+            text = "Written; a live front end has yet to read it. GET shows `converged`."
+            responses["202"] = {**responses["200"], "description": text}
     for parameter in operation.get("parameters", ()):
         if parameter["name"] == "If-Match":
             parameter["required"] = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import os
+import ssl
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8300
 STATS_FOLDER = "stats"
+PRESETS_FOLDER = "presets"
 MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_BYTES = 4096
 
@@ -23,17 +25,30 @@ class SettingsError(ValueError):
 @dataclass(frozen=True)
 class Settings:
     """state_dir: folder with desired.json and stats/. port 0: any free one. token_file: a file
-    whose one line is the bearer token that /v1/* then needs."""
+    whose one line is the bearer token that /v1/* then needs; that of read_token_file may only read.
+    uds: a Unix socket to listen on instead. tls_cert, tls_key: PEM files. presets_dir: calibration
+    presets; None: the folder presets/ of the state folder."""
 
     state_dir: Path
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     token_file: Path | None = None
+    read_token_file: Path | None = None
+    uds: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    presets_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"sidecar port {self.port} is outside 0..65535")
-        if self.token_file is None and not is_loopback(self.host):
+        if self.read_token_file is not None and self.token_file is None:
+            raise SettingsError("--read-token-file needs --token-file: else anybody could write")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("--tls-cert and --tls-key go together; give both or none")
+        if self.uds is not None and self.tls_cert is not None:
+            raise SettingsError("--tls-cert is for a port; a Unix socket (--uds) needs none")
+        if self.token_file is None and self.uds is None and not is_loopback(self.host):
             raise SettingsError(
                 f"the sidecar will not listen on {self.host} without a token: anybody there could "
                 "set the threshold; give --token-file, or listen on 127.0.0.1"
@@ -43,9 +58,22 @@ class Settings:
     def stats_dir(self) -> Path:
         return self.state_dir / STATS_FOLDER
 
-    def token_digest(self) -> bytes | None:
-        """SHA-256 of the bearer token; None when no token is configured."""
-        return None if self.token_file is None else read_token_digest(self.token_file)
+    @property
+    def presets_folder(self) -> Path:
+        return self.presets_dir or self.state_dir / PRESETS_FOLDER
+
+    def check_tls(self) -> None:
+        """Raises SettingsError for a certificate or key that no listener could use."""
+        if self.tls_cert is None or self.tls_key is None:
+            return
+        check_private(self.tls_key, "TLS key")
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key)
+        except OSError as e:
+            raise SettingsError(
+                f"TLS files {self.tls_cert} and {self.tls_key} cannot be used: "
+                f"{e.strerror or e}; give a PEM certificate and its own unencrypted key"
+            ) from e
 
 
 def is_loopback(host: str) -> bool:
@@ -60,6 +88,7 @@ def is_loopback(host: str) -> bool:
 
 def read_token(path: Path) -> str:
     """The token in a file. Raises SettingsError, never showing what the file holds."""
+    check_private(path, "token file")
     try:
         with open(path, "rb") as f:
             data = f.read(_MAX_TOKEN_BYTES + 1)
@@ -78,8 +107,22 @@ def read_token(path: Path) -> str:
     return token
 
 
-def read_token_digest(path: Path) -> bytes:
-    return hashlib.sha256(read_token(path).encode()).digest()
+def check_private(path: Path, what: str) -> None:
+    """Raises SettingsError where others could read or change the secret; a missing file passes.
+
+    Readable by a group is what Kubernetes makes of a secret with fsGroup: allowed to root's files.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return
+    allowed = 0o640 if found.st_uid == 0 and os.geteuid() != 0 else 0o600
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077 & ~allowed:
+        raise SettingsError(
+            f"{what} {path} has mode {mode:04o}: others can read or change the secret; "
+            f"`chmod {allowed:o} {path}`, and make a new one if anybody could have read it"
+        )
 
 
 def default_state_dir(served_port: int) -> Path:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 
@@ -14,6 +15,7 @@ from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.kernels.exchange.stats import remove_dead
 from blasst.server import observe
 from blasst.server.app import create_app
+from blasst.server.connections import HEADER_BYTES, MOST_CONNECTIONS, Connection
 from blasst.server.control import ControlService
 from blasst.server.settings import Settings, SettingsError, prepare_state_dir
 
@@ -28,6 +30,7 @@ class Sidecar:
     control: ControlService = field(init=False)
     _collector: PagesCollector = field(init=False)
     _socket: socket.socket | None = None
+    _bound: Path | None = None
     _server: uvicorn.Server | None = None
     _thread: threading.Thread | None = None
 
@@ -45,20 +48,35 @@ class Sidecar:
     @property
     def url(self) -> str:
         assert self._socket is not None
+        if self.settings.uds is not None:
+            return f"unix://{self.settings.uds.absolute()}"
         host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self.settings.tls_cert is not None else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def prepare(self, *, dead_pages_older_than_s: float) -> None:
         """Raises SettingsError: folder unusable or taken, token file unusable, port taken."""
         # The folder last: what is refused before it leaves no empty one behind.
-        app = create_app(self.settings, self.control, self._collector)
-        self._socket = listen(self.settings.host, self.settings.port)
-        prepare_state_dir(self.settings.state_dir)
+        settings = self.settings
+        settings.check_tls()
+        app = create_app(settings, self.control, self._collector)
+        self._socket = (
+            listen(settings.host, settings.port)
+            if settings.uds is None
+            else listen_unix(settings.uds)
+        )
+        self._bound = settings.uds
+        prepare_state_dir(settings.state_dir)
         self.control.open()
-        remove_dead(self.settings.stats_dir, dead_pages_older_than_s)
+        remove_dead(settings.stats_dir, dead_pages_older_than_s)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=Connection,
+                ws="none",
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
+                h11_max_incomplete_event_size=HEADER_BYTES,
                 log_level="warning",
                 access_log=False,
                 proxy_headers=False,
@@ -66,7 +84,7 @@ class Sidecar:
                 lifespan="off",
                 timeout_keep_alive=15,
                 timeout_graceful_shutdown=2,
-                limit_concurrency=256,
+                limit_concurrency=MOST_CONNECTIONS + 16,
             )
         )
 
@@ -91,6 +109,9 @@ class Sidecar:
             self._thread.join(_STOP_S)
         if self._socket is not None:
             self._socket.close()
+        if self._bound is not None:
+            self._bound.unlink(missing_ok=True)
+            self._bound = None
         self.control.close()
 
     def _desired_generation(self) -> int | None:
@@ -120,3 +141,30 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {e.strerror}; choose another port"
         ) from e
     return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A listening Unix socket that its owner alone can open. Raises SettingsError: taken, no such
+    folder. One that nobody listens on any more, of a killed sidecar, is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            _remove_stale(path)
+        # Bound before it listens: nobody gets in between the two steps.
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(128)
+    except OSError as e:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {path}: {e.strerror or e}; choose another --uds"
+        ) from e
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()

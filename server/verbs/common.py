@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from blasst.kernels.threshold import SkipThreshold, Unit
-from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT
+from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 
 DEFAULT_STATE_DIR = "$XDG_STATE_HOME (~/.local/state if unset)/blasst"
 _UNIT_OPTIONS: tuple[tuple[Unit, str, str, str], ...] = (
@@ -63,5 +63,43 @@ def add_sidecar_options(parser: argparse.ArgumentParser, prefix: str) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file whose one line is the bearer token that /v1/* then needs",
+        help="file whose one line is the bearer token that /v1/* then needs; read again when it "
+        "changes, and nobody else may be able to read it",
+    )
+    parser.add_argument(
+        "--read-token-file",
+        type=Path,
+        metavar="FILE",
+        help="a second token that may only read",
+    )
+    parser.add_argument(
+        f"--{prefix}uds",
+        type=Path,
+        metavar="PATH",
+        help="listen on this Unix socket (mode 0600) instead of a port",
+    )
+    for name, text in (("cert", "certificate chain"), ("key", "private key of --tls-cert")):
+        parser.add_argument(
+            f"--tls-{name}", type=Path, metavar="FILE", help=f"{text}, PEM: serve https"
+        )
+    parser.add_argument(
+        "--presets",
+        type=Path,
+        metavar="DIR",
+        help="folder of calibration presets (default: presets/ in the state folder)",
+    )
+
+
+def sidecar_settings(args: argparse.Namespace, prefix: str, state_dir: Path) -> Settings:
+    """Of the options above. Raises SettingsError."""
+    return Settings(
+        state_dir,
+        getattr(args, f"{prefix}host"),
+        getattr(args, f"{prefix}port"),
+        args.token_file,
+        args.read_token_file,
+        getattr(args, f"{prefix}uds"),
+        args.tls_cert,
+        args.tls_key,
+        args.presets,
     )

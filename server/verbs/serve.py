@@ -21,6 +21,7 @@ from blasst.server.verbs.common import (
     DEFAULT_STATE_DIR,
     add_sidecar_options,
     add_threshold_options,
+    sidecar_settings,
     state_folder,
     threshold_of,
 )
@@ -185,12 +186,7 @@ def _settings(args: argparse.Namespace, vllm: VllmOptions) -> Settings:
             f"--port and --sidecar-port are both {vllm.port} and collide; give vLLM or the sidecar "
             "another"
         )
-    return Settings(
-        args.state_dir or default_state_dir(vllm.port),
-        args.sidecar_host,
-        args.sidecar_port,
-        args.token_file,
-    )
+    return sidecar_settings(args, "sidecar_", args.state_dir or default_state_dir(vllm.port))
 
 
 def _vllm_command(given: str) -> list[str]:

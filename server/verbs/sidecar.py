@@ -9,8 +9,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from blasst.server.cli import fail
-from blasst.server.settings import Settings, SettingsError, default_state_dir
-from blasst.server.verbs.common import DEFAULT_STATE_DIR, add_sidecar_options, state_folder
+from blasst.server.settings import SettingsError, default_state_dir
+from blasst.server.verbs.common import (
+    DEFAULT_STATE_DIR,
+    add_sidecar_options,
+    sidecar_settings,
+    state_folder,
+)
 
 if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar
@@ -47,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     sidecar: Sidecar | None = None
     try:
         state_dir = args.state_dir or default_state_dir(_VLLM_PORT)
-        settings = Settings(state_dir, args.host, args.port, args.token_file)
+        settings = sidecar_settings(args, "", state_dir)
         from blasst.server.sidecar import Sidecar
 
         sidecar = Sidecar(settings)

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if not math.isfinite(seconds) or seconds < 0:
             return fail(f"--{name} {seconds} must be a number of seconds, at least 0", 2)
     try:
-        client = ThresholdClient.of(args.url, args.token_file)
+        client = ThresholdClient.of(args.url, args.token_file, args.ca_file)
         if args.action == "watch":
             return _watch(client, args)
         if args.action == "get":
@@ -100,6 +100,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the bearer token, if it has one"
+    )
+    parser.add_argument(
+        "--ca-file", type=Path, metavar="FILE", help="PEM certificates to trust for https"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
 

@@ -11,6 +11,7 @@ from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.server.app import OPEN_PATHS, create_app
 from blasst.server.control import ControlService
 from blasst.server.settings import Settings, SettingsError
+from blasst.server.tokens import Tokens
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 GUARDED = [
@@ -18,6 +19,8 @@ GUARDED = [
     ("PUT", "/v1/blasst/threshold"),
     ("DELETE", "/v1/blasst/threshold"),
     ("GET", "/v1/blasst/status"),
+    ("GET", "/v1/blasst/presets"),
+    ("GET", "/v1/blasst/audit"),
 ]
 HOSTS = ["evil/?", "x/#", "127.0.0.1/healthz?", "/metrics", "localhost@evil", ""]
 
@@ -26,6 +29,7 @@ HOSTS = ["evil/?", "x/#", "127.0.0.1/healthz?", "/metrics", "localhost@evil", ""
 def token_file(tmp_path):
     path = tmp_path / "token"
     path.write_text(TOKEN + "\n")
+    path.chmod(0o600)
     return path
 
 
@@ -188,14 +192,15 @@ def test_loopback_needs_no_token(tmp_path, host):
 def test_an_unusable_token_file_is_refused_without_showing_it(tmp_path, content):
     path = tmp_path / "token"
     path.write_text(content)
+    path.chmod(0o600)
     with pytest.raises(SettingsError, match="openssl rand") as error:
-        Settings(tmp_path, token_file=path).token_digest()
+        Tokens(path)
     assert not content.strip() or content.strip() not in str(error.value)
 
 
 def test_a_missing_token_file_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="cannot be read"):
-        Settings(tmp_path, token_file=tmp_path / "absent").token_digest()
+        Tokens(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
@@ -205,12 +210,22 @@ def test_ports_have_bounds(tmp_path, port):
 
 
 def test_the_knobs_of_the_sidecar_are_these():
-    assert list(Settings.__dataclass_fields__) == ["state_dir", "host", "port", "token_file"]
+    assert list(Settings.__dataclass_fields__) == [
+        "state_dir",
+        "host",
+        "port",
+        "token_file",
+        "read_token_file",
+        "uds",
+        "tls_cert",
+        "tls_key",
+        "presets_dir",
+    ]
 
 
 def test_secrets_are_compared_in_constant_time_and_urls_never_trusted():
     source = Path(__file__).parents[2] / "server"
-    tree = ast.parse((source / "auth.py").read_text())
+    tree = ast.parse((source / "tokens.py").read_text())
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert "compare_digest" in names
     for file in source.rglob("*.py"):

@@ -16,7 +16,7 @@ def test_openapi_is_3_1_and_complete(client):
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
-    assert len(operations) == 7
+    assert len(operations) == 9
     for path, method, operation in operations:
         assert operation["summary"], (path, method)
         for status, response in operation["responses"].items():

@@ -52,6 +52,7 @@ def sidecar(tmp_path, request):
     if getattr(request, "param", None):
         token_file = tmp_path / "token"
         token_file.write_text(request.param)
+        token_file.chmod(0o600)
     sidecar = Sidecar(Settings(tmp_path, port=0, token_file=token_file))
     sidecar.prepare(dead_pages_older_than_s=1e9)
     sidecar.start()

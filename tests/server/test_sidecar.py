@@ -109,6 +109,7 @@ def test_a_taken_port_is_refused_and_gives_the_folder_back(blasst, sidecar, stat
 )
 def test_a_start_that_cannot_work_is_one_line(refused, state, tmp_path, arguments, message):
     (tmp_path / "token").write_text("x" * 32)
+    (tmp_path / "token").chmod(0o600)
     given = [tmp_path / "token" if a == "TOKEN" else a for a in arguments]
     assert message in refused("sidecar", "--state-dir", state, "--port", 0, *given)
 
@@ -135,7 +136,7 @@ def test_kill_9_between_writes_loses_nothing(sidecar, state):
     for round_ in range(4):
         process, client = sidecar()
         assert client.get(THRESHOLD).json()["generation"] >= acknowledged
-        killer = threading.Timer(0.05 + 0.05 * round_, process.popen.kill)
+        killer = threading.Timer(0.1 + 0.1 * round_, process.popen.kill)
         killer.start()
         try:
             for i in range(10_000):
@@ -174,6 +175,7 @@ def test_100_puts_from_threads_over_the_wire(sidecar):
 def test_path_and_host_tricks_over_a_raw_socket(sidecar, tmp_path):
     token = "0123456789abcdef" * 2
     (tmp_path / "token").write_text(token)
+    (tmp_path / "token").chmod(0o600)
     process, client = sidecar("--token-file", tmp_path / "token")
     url = process.url()
     paths = [

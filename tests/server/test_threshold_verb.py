@@ -162,7 +162,9 @@ def test_a_corrupt_file_is_exit_1_and_force_repairs(blasst_threshold, tmp_path):
 
 def test_the_token_is_needed_and_never_shown(make_sidecar, tmp_path, capsys):
     (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
     (tmp_path / "wrong").write_text("x" * 32)
+    (tmp_path / "wrong").chmod(0o600)
     sidecar = make_sidecar(token_file=tmp_path / "token")
     command = ["threshold", "get", "--url", sidecar.url]
     assert cli.main(command) == 1
@@ -256,6 +258,7 @@ def test_another_server_is_exit_1(blasst_threshold, other_server, body):
 
 def test_a_redirect_does_not_carry_the_token_away(blasst_threshold, other_server, tmp_path):
     (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
     target, seen = other_server(200, {}, b"{}")
     url, _ = other_server(302, {"Location": target + "/"}, b"")
     code, _, err = blasst_threshold("get", "--token-file", tmp_path / "token", url=url)

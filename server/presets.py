@@ -1,0 +1,103 @@
+"""Calibration presets of a folder, and the one that fits what runs: a target becomes a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blasst.kernels.exchange.layout import RANK
+from blasst.kernels.exchange.presets import Preset, PresetError, loads
+from blasst.kernels.exchange.stats import StatsPage, open_now
+from blasst.kernels.threshold import SkipThreshold
+from blasst.server.problems import Problem
+
+_MOST_FILES = 200
+_MAX_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Found:
+    """One file. preset None: it cannot be read. refusal: why it does not fit what runs now, ""
+    when it does."""
+
+    name: str
+    preset: Preset | None
+    refusal: str
+
+
+@dataclass(frozen=True)
+class Running:
+    """Models and implementations of the ranks that run; a preset holds for one pair."""
+
+    models: frozenset[str]
+    impls: frozenset[str]
+
+    @classmethod
+    def of(cls, pages: Iterable[StatsPage]) -> Running:
+        live = [page.labels for page in pages if page.kind == RANK and page.alive]
+        return cls(
+            frozenset(labels.get("model_name", "") for labels in live),
+            frozenset(labels.get("impl", "") for labels in live),
+        )
+
+    def refusal(self, preset: Preset) -> str:
+        """Why this preset must not be used; "" when it may."""
+        if not self.models:
+            return "no engine runs, so nothing says whether it fits; start the engine first"
+        if self.impls != {preset.geometry.impl}:
+            return (
+                f"calibrated for {preset.geometry} and {', '.join(sorted(self.impls))} runs: its "
+                "skip rates would be others; calibrate on this kernel"
+            )
+        if self.models != {preset.model}:
+            return (
+                f"calibrated for {preset.model!r} and {', '.join(sorted(self.models))} runs; "
+                "calibrate this model"
+            )
+        return ""
+
+
+def find(folder: Path, running: Running) -> list[Found]:
+    """Every *.json of the folder, in name order; a missing folder has none."""
+    try:
+        paths = sorted(p for p in folder.iterdir() if p.suffix == ".json")
+    except OSError:
+        return []
+    return [_load(path, running) for path in paths[:_MOST_FILES]]
+
+
+def threshold(found: Iterable[Found], target_skip_rate: float, name: str) -> SkipThreshold:
+    """The scale for a target through the named preset, or the only one that fits. Raises Problem:
+    404 no such preset, 409 none or several fit, 422 the target is outside what was measured."""
+    chosen = [f for f in found if f.name == name] if name else [f for f in found if not f.refusal]
+    if name and not chosen:
+        raise Problem(
+            404, "no-preset", f"There is no preset {name[:80]!r}; GET /v1/blasst/presets has them."
+        )
+    if len(chosen) != 1 or chosen[0].preset is None or chosen[0].refusal:
+        why = chosen[0].refusal if len(chosen) == 1 else f"{len(chosen)} presets fit"
+        raise Problem(
+            409,
+            "preset-unfit",
+            f"A target skip rate needs one preset that fits what runs: {why}. Name one with "
+            "`preset`, or make one with `blasst ruler calibrate`.",
+        )
+    try:
+        return chosen[0].preset.threshold(target_skip_rate)
+    except ValueError as e:
+        raise Problem(422, "bad-threshold", str(e)) from e
+
+
+def _load(path: Path, running: Running) -> Found:
+    try:
+        with open(path, "rb", buffering=0, opener=open_now) as f:
+            data = f.read(_MAX_BYTES + 1) or b""
+        if len(data) > _MAX_BYTES:
+            raise PresetError(f"it is larger than {_MAX_BYTES} bytes: no preset")
+        preset = loads(data.decode("utf-8"))
+    except OSError as e:
+        return Found(path.stem, None, f"it cannot be read: {e.strerror}")
+    except ValueError as e:
+        return Found(path.stem, None, str(e))
+    return Found(path.stem, preset, running.refusal(preset))
