@@ -63,6 +63,12 @@ def mbarrier_arrive(ops: Operands) -> Effect:
         at = place(warp)
         clock = None if block.races is None else block.races.release(warp)
         counts = count(warp) if count else None
+        if mask is not None and not transfers and (warp.touched & ~mask).any():
+            block.find(
+                "arrives for lanes that used shared memory since the last bar.warp.sync",
+                warp,
+                ops.ins,
+            )
         for lane in lanes(mask):
             barrier = block.mbarrier(ops, warp, int(at[lane]))
             if state is not None:

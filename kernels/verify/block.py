@@ -117,6 +117,7 @@ class Block:
         with self.guard(ops, warp):
             last = barrier.arrive(active, threads, true_lanes)
         if not arrives_only:
+            warp.meet()
             barrier.sleepers.append((warp, deliver, ops.ins))
         if last:
             for sleeper, hand, ins in barrier.sleepers:

@@ -83,6 +83,8 @@ def load(ops: Operands) -> Effect:
     def run(block: Block, warp: Warp, mask: Mask) -> int:
         at = place(warp) if mask is None else place(warp)[mask]
         storage, at = _reach(ops, block, warp, space, at, size * count if count > 1 else size)
+        if storage is block.memory.shared:
+            warp.touch(mask)
         if block.races is not None:
             block.races.generic(warp, storage, at, size * count, False, ops.ins)
         for i, write in enumerate(targets):
@@ -110,6 +112,8 @@ def store(ops: Operands) -> Effect:
         storage, at = _reach(ops, block, warp, space, at, size * count if count > 1 else size)
         if not storage.writable:
             raise ops.error(warp, f"writes to the input {storage.name}")
+        if storage is block.memory.shared:
+            warp.touch(mask)
         if block.races is not None:
             block.races.generic(warp, storage, at, size * count, True, ops.ins)
         for i, read in enumerate(sources):
@@ -156,6 +160,8 @@ def _atomic(ops: Operands, returns: bool) -> Effect:
         storage, at = _reach(ops, block, warp, space, place(warp)[chosen], size)
         if not storage.writable:
             raise ops.error(warp, f"writes to the input {storage.name}")
+        if storage is block.memory.shared:
+            warp.touch(mask)
         if block.races is not None:
             block.races.atomic(warp, storage, at, size, ops.ins)
         old = np.zeros(32, number)

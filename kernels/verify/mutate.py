@@ -142,7 +142,7 @@ def explain(ins: Instruction, note: Note) -> str:
     if note.times and not note.taught and not arrives:
         return "redundant: all that it orders was ordered before, each time"
     if ins.opcode.startswith("bar.warp.sync"):
-        return "model: lanes of a warp run in lock step here, so a missing one cannot show"
+        return "model: lanes run in lock step, and none arrives here for others' shared memory"
     if ins.opcode.startswith(REDUCTIONS):
         return "unexplained: no case has warps that vote differently here"
     return (

@@ -9,7 +9,7 @@ import numpy as np
 
 from blasst.kernels.verify.errors import ExecutionError
 from blasst.kernels.verify.operands import Mask
-from blasst.kernels.verify.registers import LANES, RegisterFile
+from blasst.kernels.verify.registers import LANES, Array, RegisterFile
 
 
 @dataclass(slots=True)
@@ -23,7 +23,10 @@ class Group:
 
 @dataclass(eq=False)
 class Warp:
-    """State of one warp. parked: what it sleeps on; failed: address of its last failed test."""
+    """State of one warp. parked: what it sleeps on; failed: address of its last failed test.
+
+    touched: lanes that used shared memory since the warp met.
+    """
 
     id: int
     role: str
@@ -45,9 +48,18 @@ class Warp:
     pending: dict[int, int] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
     dirty: set[int] = field(default_factory=set)
+    touched: Array = field(default_factory=lambda: np.zeros(LANES, np.bool_))
 
     def __post_init__(self) -> None:
         self.banks = self.file.banks
+
+    def touch(self, mask: Mask) -> None:
+        """Lanes that access shared memory: until the warp meets, another cannot answer for them."""
+        self.touched |= True if mask is None else mask
+
+    def meet(self) -> None:
+        """All lanes are in step: bar.warp.sync or a barrier of the block."""
+        self.touched[:] = False
 
     @property
     def name(self) -> str:

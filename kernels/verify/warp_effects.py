@@ -151,7 +151,7 @@ def active_mask(ops: Operands) -> Effect:
 
 def warp_sync(ops: Operands) -> Effect:
     ops.allow()
-    return _with_members(ops, 0, lambda block, warp, mask: None)
+    return _with_members(ops, 0, lambda block, warp, mask: warp.meet())
 
 
 def match(ops: Operands) -> Effect:
@@ -201,6 +201,7 @@ def store_matrix(ops: Operands) -> Effect:
             raise ops.error(warp, "lanes of the warp are not all here")
         at = _matrix_rows(place(warp), count)
         storage, at = block.memory.find("shared", at, 16)
+        warp.touch(None)
         if block.races is not None:
             block.races.generic(warp, storage, at, 16, True, ops.ins)
         for i, source in enumerate(sources):
@@ -225,6 +226,7 @@ def load_matrix(ops: Operands) -> Effect:
             raise ops.error(warp, "lanes of the warp are not all here")
         at = _matrix_rows(place(warp), count)
         storage, at = block.memory.find("shared", at, 16)
+        warp.touch(None)
         if block.races is not None:
             block.races.generic(warp, storage, at, 16, False, ops.ins)
         for i, target in enumerate(targets):

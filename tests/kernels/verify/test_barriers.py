@@ -131,3 +131,19 @@ def test_different_counts_at_one_barrier(kernel: Callable[..., Any]) -> None:
  bar.sync 1, %r2;"""
     done = kernel(body, {}, threads=96).run()
     assert "is used with" in (done.error or "")
+
+
+@pytest.mark.parametrize(("sync", "clean"), [("bar.warp.sync -1;", True), ("", False)])
+def test_one_lane_arrives_for_its_warp_after_the_others_met(
+    sync: str, clean: bool, kernel: Callable[..., Any]
+) -> None:
+    body = (
+        INIT.format(count=1)
+        + f""" setp.eq.u32 %p2, %r2, 0; @!%p2 bra OUT;
+ mad.lo.u32 %r8, %r0, 4, %r9; st.shared.b32 [%r8+64], %r0; {sync}
+ elect.sync %r7|%p3, -1; @%p3 mbarrier.arrive.shared.b64 _, [%r9];
+OUT:"""
+    )
+    done = kernel(body, {}, threads=64).run()
+    assert done.clean == clean, done.describe()
+    assert clean or "since the last bar.warp.sync" in done.describe()[0]
