@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from blasst.kernels.masks import (
 )
 from blasst.kernels.masks.chat import Template, passes
 from blasst.kernels.masks.expr import Mask
+from blasst.kernels.masks.mods import Role
 from blasst.kernels.masks.segments import Piece
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], torch.Tensor]
@@ -202,7 +203,10 @@ def prefix_ways(
     longest = max(len(s) for s in separate)
     rows = pack(separate, seqlen=longest)
     shared = pack([shared_prefix_sample(prefix, suffixes)])
-    return {"separate": [(rows, causal())], "shared prefix": [(shared, shared_prefix())]}
+    return {
+        "separate": [(rows, causal())],
+        "shared prefix": [(shared, shared_prefix())],
+    }
 
 
 def chat_ways(
@@ -289,7 +293,10 @@ def run_train(args: argparse.Namespace) -> dict[str, object]:
         if i % 2:
             prompt = ascii_tokens("sort:" + "".join(rng.choices("abcdef", k=40 + i)))
             answers = [ascii_tokens("".join(sorted(rng.choices("abcdef", k=12)))) for _ in "1234"]
-            sample, mask = shared_prefix_sample(prompt, answers, align=16), shared_prefix()
+            sample, mask = (
+                shared_prefix_sample(prompt, answers, align=16),
+                shared_prefix(),
+            )
         else:
             chat = sums_chat(rng, 4 + i // 2)
             sample = conversation(chat, ascii_tokens, strip="exact", template=template)
@@ -308,33 +315,52 @@ def run_train(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def at_inference(batch: PackedBatch) -> PackedBatch:
+    """One copy of each token, with the positions that a turn has at inference: those of a history
+    without thinking, then its own. One conversation a row."""
+    segments = batch.segments
+    kept = (segments.role_ids != Role.THINK).int()
+    position = torch.arange(segments.seqlen).expand_as(kept)
+    first = (segments.turn_ids[:, :, None] > segments.turn_ids[:, None]).sum(-1)
+    before = torch.cat([torch.zeros_like(kept[:, :1]), kept.cumsum(1)], 1).gather(1, first)
+    ids = (before + position - first).int()
+    return replace(batch, segments=replace(segments, position_ids=ids))
+
+
 def run_history(args: argparse.Namespace) -> dict[str, object]:
-    """Both layouts on the same conversations; judged by one pass a turn, as inference runs."""
+    """All layouts on the same conversations; judged by one pass a turn, as inference runs."""
     template = Template(header="{role[0]}:", footer="\n")
     held_out = [sums_chat(random.Random(10_000 + i), args.turns) for i in range(32)]
     turns = [s for chat in held_out for s in passes(chat, ascii_tokens, template=template)]
     judged = pack(turns, seqlen=max(len(s) for s in turns)), causal()
     rows: list[dict[str, object]] = []
     for seed in range(args.seeds):
-        for strip, mask in (("exact", shared_prefix()), ("mask", strip_history_thinking())):
+        for way, mask in (
+            ("exact", shared_prefix()),
+            ("mask", strip_history_thinking()),
+            ("mask, positions of inference", strip_history_thinking()),
+        ):
             torch.manual_seed(seed)
             model = TinyLlama(Config()).to(args.device)
             tokens = 0
 
             def batches(
-                step: int, strip: str = strip, mask: Mask = mask, seed: int = seed
+                step: int, way: str = way, mask: Mask = mask, seed: int = seed
             ) -> tuple[PackedBatch, Mask]:
                 nonlocal tokens
                 rng = random.Random(1_000_003 * seed + step)
                 samples = [
                     conversation(
-                        sums_chat(rng, args.turns), ascii_tokens, strip=strip, template=template
+                        sums_chat(rng, args.turns),
+                        ascii_tokens,
+                        strip="exact" if way == "exact" else "mask",
+                        template=template,
                     )
                     for _ in range(args.chats)
                 ]
                 batch = pack(samples, seqlen=max(len(s) for s in samples))
                 tokens += batch.input_ids.numel()
-                return batch, mask
+                return (at_inference(batch) if "positions" in way else batch), mask
 
             start = now(model)
             losses = train(model, batches, args.steps)
@@ -343,7 +369,7 @@ def run_history(args: argparse.Namespace) -> dict[str, object]:
                 loss = float(loss_sum(model, *judged)) / judged[0].loss_targets.numel()
             rows.append(
                 {
-                    "strip": strip,
+                    "way": way,
                     "seed": seed,
                     "training_loss": sum(losses[-10:]) / 10,
                     "loss_at_inference": loss,

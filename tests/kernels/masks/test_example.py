@@ -1,11 +1,14 @@
 """The example trainer: packing gives the loss and the gradients of separate sequences."""
 
 import importlib.util
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from blasst.kernels.masks.mods import Role
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_packed.py"
 
@@ -50,6 +53,24 @@ def test_training_learns_and_holds_its_masks(example: Any) -> None:
 def test_history_is_judged_as_inference_runs(example: Any) -> None:
     arguments = ["--steps", "2", "--seeds", "1", "--turns", "2", "--chats", "2"]
     rows = example.main(["history", *arguments])["history"]
-    assert [row["strip"] for row in rows] == ["exact", "mask"]
-    assert rows[0]["tokens"] > rows[1]["tokens"] > 0
+    assert [row["way"] for row in rows] == ["exact", "mask", "mask, positions of inference"]
+    assert rows[0]["tokens"] > rows[1]["tokens"] == rows[2]["tokens"] > 0
     assert all(0 < row["loss_at_inference"] < 10 for row in rows)
+
+
+def test_positions_of_inference_are_those_of_exact_history(example: Any) -> None:
+    """Of user, thinking and first answer, in every turn; only the answers' copies have others."""
+    chat = example.sums_chat(random.Random(3), 3)
+    one, exact = (
+        example.pack([example.conversation(chat, example.ascii_tokens, strip=strip)])
+        for strip in ("mask", "exact")
+    )
+    moved = example.at_inference(one).segments
+    kept = []
+    for turn in range(3):
+        mine = exact.segments.turn_ids[0] == turn
+        trunk = exact.segments.segment_ids[0] == 0
+        thinks = bool((exact.segments.segment_ids[0][mine] > 0).any())
+        copy = trunk & (exact.segments.role_ids[0] == Role.ANSWER) if thinks else trunk & ~trunk
+        kept += exact.segments.position_ids[0][mine & ~copy].tolist()
+    assert moved.position_ids[0].tolist() == kept
