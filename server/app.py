@@ -54,9 +54,11 @@ def create_app(
     control: ControlService,
     collector: PagesCollector,
     limits: Limits | None = None,
+    follow_error: Callable[[], str] = lambda: "",
 ) -> FastAPI:
     """control: open, of the same state folder. collector: over its stats folder. limits: how often
-    callers may call; None: the usual ones. Raises SettingsError for an unusable token file."""
+    callers may call; None: the usual ones. follow_error: what is wrong with the followed file.
+    Raises SettingsError for an unusable token file."""
     app = FastAPI(
         title="blasst sidecar",
         version=importlib.metadata.version("blasst"),
@@ -73,7 +75,12 @@ def create_app(
     _add_control(app, settings, control, collector)
     _add_evidence(app, settings, control, collector)
     _add_health(app, settings, control)
-    _add_metrics(app, MetricsPage(collector, control, tokens))
+    checks = {"blasst_control_state_ok": lambda: not control.error()}
+    if tokens is not None:
+        checks["blasst_token_files_ok"] = lambda: not tokens.errors()
+    if settings.follow is not None:
+        checks["blasst_followed_file_ok"] = lambda: not follow_error()
+    _add_metrics(app, MetricsPage(collector, checks))
     _add_page(app)
     openapi.complete(app, protected=tokens is not None)
     app.add_middleware(Gate, tokens=tokens, open_paths=OPEN_PATHS, limits=limits or Limits())
@@ -125,7 +132,7 @@ def _add_control(
         202: written, and a live front end has yet to read it; GET shows `converged`.
         """
         body, threshold = change
-        if body.target_skip_rate is not None:
+        if "target_skip_rate" in body.model_fields_set:
             found = presets.find(settings.presets_folder, presets.Running.of(cache.pages()))
             threshold = presets.threshold(found, body.target_skip_rate, body.preset or "")
         wish = Wish(threshold, body.min_context, body.reason, _caller(request))

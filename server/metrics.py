@@ -4,53 +4,53 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from blasst.kernels.exchange.prometheus import PagesCollector
-from blasst.server.control import ControlService
-from blasst.server.tokens import Tokens
+
+CHECKS = {
+    "blasst_control_state_ok": "1: the desired-state file is readable. 0: corrupt or lost, the "
+    "last good one rules.",
+    "blasst_token_files_ok": "1: all token files are good. 0: one turned bad, its old token stays "
+    "in force.",
+    "blasst_followed_file_ok": "1: the followed file's threshold was set. 0: it is unreadable or "
+    "refused, the old threshold stays in force.",
+}
+Checks = Mapping[str, Callable[[], bool]]
 
 
-class _ControlCollector(Collector):
-    def __init__(self, control: ControlService, tokens: Tokens | None) -> None:
-        self._control = control
-        self._tokens = tokens
+class _Gauges(Collector):
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
 
     def describe(self) -> Iterator[Metric]:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "blasst_control_state_ok",
-            "1: the desired-state file is readable. 0: corrupt or lost, the last good one rules.",
-            value=0.0 if self._control.error() else 1.0,
-        )
-        if self._tokens is not None:
-            yield GaugeMetricFamily(
-                "blasst_token_files_ok",
-                "1: all token files are good. 0: one turned bad, its old token stays in force.",
-                value=0.0 if self._tokens.errors() else 1.0,
-            )
+        for name, is_ok in self._checks.items():
+            yield GaugeMetricFamily(name, CHECKS[name], value=float(is_ok()))
 
 
 class MetricsPage:
-    """Thread-safe: however many scrapes, the page is made at most once in `max_age_s`."""
+    """Thread-safe: however many scrapes, the page is made at most once in `max_age_s`.
+
+    checks: gauge of CHECKS -> whether all is well.
+    """
 
     def __init__(
         self,
         collector: PagesCollector,
-        control: ControlService,
-        tokens: Tokens | None = None,
+        checks: Checks,
         max_age_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = CollectorRegistry()
         collector.register(self._registry)
-        self._registry.register(_ControlCollector(control, tokens))
+        self._registry.register(_Gauges(checks))
         self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()

@@ -27,7 +27,8 @@ class Settings:
     """state_dir: folder with desired.json and stats/. port 0: any free one. token_file: a file
     whose one line is the bearer token that /v1/* then needs; that of read_token_file may only read.
     uds: a Unix socket to listen on instead. tls_cert, tls_key: PEM files. presets_dir: calibration
-    presets; None: the folder presets/ of the state folder."""
+    presets; None: the folder presets/ of the state folder. follow: a file whose threshold is set
+    at the start and whenever it changes."""
 
     state_dir: Path
     host: str = DEFAULT_HOST
@@ -38,6 +39,7 @@ class Settings:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     presets_dir: Path | None = None
+    follow: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -17,6 +17,7 @@ from blasst.server import observe
 from blasst.server.app import create_app
 from blasst.server.connections import HEADER_BYTES, MOST_CONNECTIONS, Connection
 from blasst.server.control import ControlService
+from blasst.server.follow import Follower
 from blasst.server.settings import Settings, SettingsError, prepare_state_dir
 
 _STOP_S = 5
@@ -31,6 +32,7 @@ class Sidecar:
     _collector: PagesCollector = field(init=False)
     _socket: socket.socket | None = None
     _bound: Path | None = None
+    _follower: Follower | None = None
     _server: uvicorn.Server | None = None
     _thread: threading.Thread | None = None
 
@@ -59,7 +61,7 @@ class Sidecar:
         # The folder last: what is refused before it leaves no empty one behind.
         settings = self.settings
         settings.check_tls()
-        app = create_app(settings, self.control, self._collector)
+        app = create_app(settings, self.control, self._collector, follow_error=self._follow_error)
         self._socket = (
             listen(settings.host, settings.port)
             if settings.uds is None
@@ -68,6 +70,8 @@ class Sidecar:
         self._bound = settings.uds
         prepare_state_dir(settings.state_dir)
         self.control.open()
+        if settings.follow is not None:
+            self._follower = Follower(settings.follow, self.control)
         remove_dead(settings.stats_dir, dead_pages_older_than_s)
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -91,6 +95,8 @@ class Sidecar:
     def start(self) -> None:
         """Serve in a thread; returns when requests are answered."""
         assert self._server is not None
+        if self._follower is not None:
+            self._follower.start()
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="sidecar", daemon=True
         )
@@ -104,6 +110,8 @@ class Sidecar:
 
     def stop(self) -> None:
         """Safe to call at any stage, and twice."""
+        if self._follower is not None:
+            self._follower.stop()
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(_STOP_S)
@@ -113,6 +121,9 @@ class Sidecar:
             self._bound.unlink(missing_ok=True)
             self._bound = None
         self.control.close()
+
+    def _follow_error(self) -> str:
+        return "" if self._follower is None else self._follower.error
 
     def _desired_generation(self) -> int | None:
         try:

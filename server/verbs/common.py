@@ -88,6 +88,13 @@ def add_sidecar_options(parser: argparse.ArgumentParser, prefix: str) -> None:
         metavar="DIR",
         help="folder of calibration presets (default: presets/ in the state folder)",
     )
+    parser.add_argument(
+        "--follow",
+        type=Path,
+        metavar="FILE",
+        help='file such as {"mag": 2500} (a mounted ConfigMap) whose threshold is set at the start '
+        "and whenever it changes",
+    )
 
 
 def sidecar_settings(args: argparse.Namespace, prefix: str, state_dir: Path) -> Settings:
@@ -102,4 +109,5 @@ def sidecar_settings(args: argparse.Namespace, prefix: str, state_dir: Path) -> 
         args.tls_cert,
         args.tls_key,
         args.presets,
+        args.follow,
     )

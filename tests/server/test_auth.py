@@ -220,6 +220,7 @@ def test_the_knobs_of_the_sidecar_are_these():
         "tls_cert",
         "tls_key",
         "presets_dir",
+        "follow",
     ]
 
 
