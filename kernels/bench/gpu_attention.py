@@ -133,6 +133,7 @@ def _measure_one(x: Inputs, name: str, base: Callable[[], Any], rounds: int) -> 
     x.counters.zero_()
     for _ in range(WARM_UP):
         call()
+        base()
     visited, skipped = x.counters.sum(0).tolist()
     order = [base] + [call, call, base] * rounds
     events = []

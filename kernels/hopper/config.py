@@ -45,7 +45,7 @@ class Config:
 
     def cluster_for(self, heads_of_a_group: int) -> int:
         """Two where it measured best: each thread block then issues half of the copies."""
-        shares = self.whole_rows or not self.vote
+        shares = self.whole_rows or (self.head_dim == 128 and not self.vote)
         return 2 if shares and heads_of_a_group % 2 == 0 else 1
 
     @property
