@@ -10,7 +10,7 @@ import pytest
 
 from blasst.kernels.masks.mods import Role
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_packed.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "examples" / "train_packed.py"
 
 
 @pytest.fixture(scope="module")
