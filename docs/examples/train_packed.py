@@ -1,8 +1,8 @@
 """Trains a tiny Llama on packed shared-prefix and strip-thinking batches, on a CPU or a GPU.
 
-python docs/examples/train_packed.py same       packing against separate sequences: loss, gradients, cost
-python docs/examples/train_packed.py train      steps on packed batches, with the masks' cache hit rate
-python docs/examples/train_packed.py history    one copy of each token against exact history
+train_packed.py same       packing against separate sequences: loss, gradients, cost
+train_packed.py train      steps on packed batches, with the masks' cache hit rate
+train_packed.py history    one copy of each token against exact history
 """
 
 from __future__ import annotations
