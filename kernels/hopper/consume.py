@@ -180,6 +180,8 @@ class Consumer:
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), rows.element_type)
         copy = cute.make_tiled_copy_A(atom, o.mma_qk).get_slice(self.thread)
         cute.copy(atom, copy.partition_S(rows), copy.retile(o.q))
+        # From here on one lane of a warp arrives at barriers for all of them.
+        cute.arch.sync_warp()
 
     @cute.jit
     def vote(self, largest: cute.Tensor, n: Int32) -> Boolean:

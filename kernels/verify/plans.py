@@ -80,10 +80,12 @@ def make(
 def _ours(kernel: str, wanted: list[tuple[Shape, int]], page_size: int, dense: bool) -> Plan:
     vote = not dense
     if kernel == "sm90":
-        from blasst.kernels.hopper.config import Config as HopperConfig
+        from blasst.kernels.hopper.launch import config_for
         from blasst.kernels.verify.subjects import hopper
 
-        config = HopperConfig("bfloat16", 128, True, page_size, vote, vote)
+        config = config_for(
+            "bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote
+        )
         cases = [(hopper.case(config, shape), seeds) for shape, seeds in wanted]
         return Plan(hopper.subject(config), cases)
     from blasst.kernels.blackwell.config import Config
