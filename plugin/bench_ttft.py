@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -149,7 +150,8 @@ class _Runner:
         for i in range(args.rounds + 1):
             if i > 1 and late():
                 break
-            for c in everyone:
+            # Another order each round: who comes after whom matters to a chip at its power limit.
+            for c in random.Random(i).sample(everyone, len(everyone)):
                 self.dial.turn(c.rate, self.tokens, self.geometry)
                 before = self._tiles() if not i and c.vote else None
                 seconds = self._time(c)

@@ -22,7 +22,7 @@ from blasst.kernels.stats import SkipCounters
 from blasst.plugin.log import logger
 from blasst.plugin.stamp import read_stamp
 
-_WARM_UP = "_v2_"
+_WARM_UP = ("_v2_", "_warmup_")
 """Requests that vLLM makes up for its own warm-up have ids that begin so."""
 
 _LAST_COPY_S = 1.0

@@ -65,7 +65,8 @@ def test_requests_without_a_stamp_run_dense_and_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     r = rank()
-    r.note([new("x"), new("y"), new("_v2_mixed_warmup_x"), new("z", pooling=True)], ())
+    r.note([new("x"), new("y"), new("_v2_mixed_warmup_x"), new("_warmup_0_")], ())
+    r.note([new("z", pooling=True)], ())
     assert step(r, {"x": 9, "y": 9}) is None
     assert r.counts["unstamped_requests"] == 2
     assert len([m for m in caplog.messages if "did not pass our admission" in m]) == 1
