@@ -52,41 +52,43 @@ def run_all(items: Iterable[Callable[[], None]]) -> None:
     if threads == 1:
         drain()
         return
-    pool = _threads(threads)
-    futures = [pool.submit(drain) for _ in range(threads)]
+    # Under one lock: another caller's number of threads shuts this pool down.
+    with _lock:
+        pool = _threads(threads)
+        futures = [pool.submit(drain) for _ in range(threads)]
     wait(futures)
     for future in futures:
         future.result()
 
 
 def _threads(count: int) -> ThreadPoolExecutor:
+    """The pool of this size; the caller holds the lock."""
     global _pool
-    with _lock:
-        if _pool is not None and _pool[0] == count:
-            return _pool[1]
-        if _pool is not None:
-            _pool[1].shutdown(wait=False)
-        ready = threading.Barrier(count + 1)
-        cores = _cores()
+    if _pool is not None and _pool[0] == count:
+        return _pool[1]
+    if _pool is not None:
+        _pool[1].shutdown(wait=False)
+    ready = threading.Barrier(count + 1)
+    cores = _cores()
 
-        def start() -> None:
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, cores)
-            # Not torch.set_num_threads: vLLM's CPU worker puts a function that does nothing there.
-            torch._C.set_num_threads(1)
-            # A thread takes the default, which changes below, over its own setting unless it has
-            # asked once.
-            torch.get_num_threads()
-            ready.wait()
-
-        pool = ThreadPoolExecutor(count, "blasst-cpu", start)
-        for _ in range(count):
-            pool.submit(int)
+    def start() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
+        # Not torch.set_num_threads: vLLM's CPU worker puts a function that does nothing there.
+        torch._C.set_num_threads(1)
+        # A thread takes the default, which changes below, over its own setting unless it has
+        # asked once.
+        torch.get_num_threads()
         ready.wait()
-        # The setting is per thread, but the last one made is also the default of new threads.
-        torch._C.set_num_threads(count)
-        _pool = (count, pool)
-        return pool
+
+    pool = ThreadPoolExecutor(count, "blasst-cpu", start)
+    for _ in range(count):
+        pool.submit(int)
+    ready.wait()
+    # The setting is per thread, but the last one made is also the default of new threads.
+    torch._C.set_num_threads(count)
+    _pool = (count, pool)
+    return pool
 
 
 def _cores() -> set[int]:

@@ -35,6 +35,34 @@ def test_each_thread_computes_on_one_core_and_the_caller_keeps_its_own(where: st
     assert callers == 3
 
 
+TWO_CALLERS = """
+import threading, torch
+from blasst.kernels import workers
+make, done = workers._threads, []
+def call(threads):
+    torch._C.set_num_threads(threads)
+    workers.run_all([lambda: done.append(threads)] * 4)
+other = threading.Thread(target=call, args=(3,))
+def make_and_be_overtaken(count):
+    pool = make(count)
+    if count == 2:
+        other.start()
+        other.join(1)
+    return pool
+workers._threads = make_and_be_overtaken
+call(2)
+other.join()
+assert sorted(done) == [2] * 4 + [3] * 4, done
+"""
+
+
+def test_callers_with_other_numbers_of_threads_do_not_take_the_pool_away() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TWO_CALLERS], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 FORK = """
 import faulthandler, os, sys, threading, torch
 from blasst.kernels import workers
