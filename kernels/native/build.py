@@ -69,6 +69,10 @@ def library() -> ctypes.CDLL:
     folder = cache_folder()
     path = folder / f"attention-{_digest(compiler, flags)}.so"
     try:
+        # Without the lock, which a folder that cannot be written does not give: a library appears
+        # whole or not at all.
+        if path.exists() and _whole(path):
+            return load(path)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
@@ -79,6 +83,8 @@ def library() -> ctypes.CDLL:
             return load(path)
     except OSError as e:
         raise BuildError(f"the compiled kernel cannot be used: {e}; {_move()}") from e
+    except AttributeError as e:
+        raise BuildError(f"{path} lacks a function: {e}; remove it and check CC") from e
 
 
 def find_compiler() -> Compiler:
@@ -86,7 +92,10 @@ def find_compiler() -> Compiler:
     given = os.environ.get("CC", "").strip()
     failed = []
     for name in [given] if given else COMPILERS:
-        command = shlex.split(name)
+        try:
+            command = shlex.split(name)
+        except ValueError as e:
+            raise BuildError(f"CC={name} cannot be read as a command: {e}; {_INSTALL}") from e
         if shutil.which(command[0]) is None:
             continue
         try:
@@ -111,7 +120,10 @@ def cache_folder() -> Path:
     """Made when missing; refused where another user could put a library. BuildError."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     try:
-        folder = (Path(base) if base else Path.home() / ".cache") / "blasst" / "native"
+        # The specification of XDG_CACHE_HOME ignores relative paths.
+        folder = (
+            (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "blasst" / "native"
+        )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except (OSError, RuntimeError) as e:
@@ -202,4 +214,12 @@ def _cpu() -> str:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    """stdout and stderr as text, whatever bytes a compiler writes."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_SECONDS,
+        check=False,
+    )

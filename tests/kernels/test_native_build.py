@@ -110,6 +110,7 @@ def test_a_damaged_library_is_made_again(counted: Path, tmp_path: Path) -> None:
     [
         ({"CC": "/no/such/cc"}, ["no C compiler runs (CC=/no/such/cc: not found)", "apt install"]),
         ({"CC": "false"}, ["false --version exits with 1", "set CC"]),
+        ({"CC": 'gcc "-O2'}, ['CC=gcc "-O2 cannot be read as a command', "set CC"]),
         ({"PATH": "", "CC": ""}, ["no C compiler runs (cc, gcc, clang", "not found"]),
     ],
 )
@@ -145,6 +146,58 @@ def test_the_compilers_own_words_are_told(
     assert f"({compiler.version}) cannot compile the kernel: " in reason
     assert "-fno-such-flag" in reason or "no-such-flag" in reason
     assert [p.name for p in (tmp_path / "blasst" / "native").iterdir()] == ["lock"]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_words_that_are_not_text_are_told_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "odd-cc"
+    script.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] && exec printf 'odd \\377 1.0'\n"
+        "printf 'sorry \\377' >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(script))
+    (reason,) = build.reasons()
+    assert "(odd \ufffd 1.0) cannot compile the kernel: sorry \ufffd; set CC" in reason
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_library_without_the_functions_is_named(
+    compiler: build.Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fvisibility=hidden"))
+    (reason,) = build.reasons()
+    assert "lacks a function: " in reason
+    assert "blasst_open" in reason
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_library_that_is_there_needs_no_lock(
+    counted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(counted))
+    build.library()
+    lock = tmp_path / "blasst" / "native" / "lock"
+    lock.unlink()
+    lock.mkdir()  # as in a folder that cannot be written: it cannot be opened
+    build.library.cache_clear()
+    build.library()
+    assert (tmp_path / "count").read_text() == "x\n"
+
+
+def test_a_relative_cache_folder_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
+    assert build.cache_folder() == tmp_path / "home" / ".cache" / "blasst" / "native"
+    assert [p.name for p in tmp_path.iterdir()] == ["home"]
 
 
 @pytest.mark.usefixtures("fresh", "compiler")
