@@ -6,7 +6,7 @@ PACKAGES := kernels plugin server evals deploy
 # The folder kernels/ must never shadow the package of that name: keep the root off sys.path.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test lint types unit browser setup device data clean
+.PHONY: help demo test lint types unit browser setup device data subjects clean
 help:
 	@echo "make demo   serve SmolLM2-135M with the blasst backend on this CPU and sweep thresholds"
 	@echo "make test   lint, types and every test"
@@ -35,10 +35,14 @@ types: device
 	@for p in $(PACKAGES); do ln -sfn "$(CURDIR)/$$p" $(VENV)/types/blasst/$$p; done
 	cd $(VENV)/types && ../bin/mypy --config-file "$(CURDIR)/pyproject.toml" $(PACKAGES:%=-p blasst.%)
 
+# FlashInfer's kernel, whose PTX is a test subject of the verifier.
+subjects: device
+	@$(BIN)/python -m blasst.kernels.verify.subjects.flashinfer
+
 browser:
 	@.ci/browser
 
-unit: device data browser
+unit: device data subjects browser
 	$(BIN)/pytest
 
 clean:

@@ -1,5 +1,5 @@
-"""The checks of `blasst doctor`. Each returns findings and never raises; nothing is changed, but
-for the compiled CPU kernel, which is built into the user's cache if it is not there."""
+"""The checks of `blasst doctor`. Each returns findings and never raises; nothing is changed, except
+that the compiled CPU kernel is built into the user's cache where it is missing."""
 
 from __future__ import annotations
 
