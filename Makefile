@@ -6,7 +6,7 @@ PACKAGES := kernels plugin server evals deploy
 # The folder kernels/ must never shadow the package of that name: keep the root off sys.path.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test lint types unit browser setup device data subjects clean
+.PHONY: promtool help demo test lint types unit browser setup device data subjects clean
 help:
 	@echo "make demo   serve SmolLM2-135M with the blasst backend on this CPU and sweep thresholds"
 	@echo "make test   lint, types and every test"
@@ -42,7 +42,10 @@ subjects: device
 browser:
 	@.ci/browser
 
-unit: device data subjects browser
+promtool: device
+	@.ci/promtool $(VENV)
+
+unit: device data subjects browser promtool
 	$(BIN)/pytest
 
 clean:

@@ -1,1 +1,1 @@
-"""Putting blasst on machines: packaging aids now, containers and manifests later."""
+"""Putting blasst on machines: packaging aids, containers, manifests, rules and a dashboard."""
