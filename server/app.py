@@ -132,10 +132,11 @@ def _add_control(
         202: written, and a live front end has yet to read it; GET shows `converged`.
         """
         body, threshold = change
+        origin = ""
         if "target_skip_rate" in body.model_fields_set:
             found = presets.find(settings.presets_folder, presets.Running.of(cache.pages()))
-            threshold = presets.threshold(found, body.target_skip_rate, body.preset or "")
-        wish = Wish(threshold, body.min_context, body.reason, _caller(request))
+            threshold, origin = presets.threshold(found, body.target_skip_rate, body.preset or "")
+        wish = Wish(threshold, body.min_context, body.reason, _caller(request), origin)
         return answer(control.set(wish, if_match), response)
 
     @app.delete(path, tags=["control"], summary="Back to dense attention")

@@ -42,6 +42,7 @@ class Wish:
     min_context: int | None = None
     reason: str = ""
     by: str = ""
+    origin: str = ""
 
 
 class ControlService:
@@ -137,6 +138,7 @@ class ControlService:
                 updated_at=_now(),
                 updated_by=wish.by,
                 reason=wish.reason,
+                origin=wish.origin,
             )
             entry = Entry(
                 who=wish.by,
@@ -237,7 +239,9 @@ def _check_if_match(if_match: str | None, current: DesiredState | None) -> None:
 def _same(current: DesiredState, wish: Wish) -> bool:
     # Generation 0 was never written: the first wish always is, so that "off" overrules an
     # environment default of the engine.
-    wanted = dataclasses.replace(current, threshold=wish.threshold, min_context=wish.min_context)
+    wanted = dataclasses.replace(
+        current, threshold=wish.threshold, min_context=wish.min_context, origin=wish.origin
+    )
     return current.generation > 0 and current == wanted
 
 

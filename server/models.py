@@ -139,6 +139,7 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "updated_at": "2026-11-30T07:30:00.000+00:00",
     "updated_by": "127.0.0.1",
     "reason": "chosen from last week's sweep",
+    "origin": "",
     "converged": True,
     "front_ends": [
         {
@@ -169,6 +170,9 @@ class ThresholdState(BaseModel):
     updated_at: str = Field(description="RFC 3339, UTC; empty before the first change")
     updated_by: str
     reason: str
+    origin: str = Field(
+        description="preset and target skip rate that the threshold came from; else empty"
+    )
     converged: bool = Field(
         description="every live front end has read this generation, and there is at least one"
     )

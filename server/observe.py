@@ -97,6 +97,7 @@ def threshold_state(state: DesiredState, cache: CachedPages) -> models.Threshold
         updated_at=state.updated_at,
         updated_by=state.updated_by,
         reason=state.reason,
+        origin=state.origin,
         converged=converged(state, front_ends),
         front_ends=front_ends,
     )

@@ -67,8 +67,11 @@ def find(folder: Path, running: Running) -> list[Found]:
     return [_load(path, running) for path in paths[:_MOST_FILES]]
 
 
-def threshold(found: Iterable[Found], target_skip_rate: float, name: str) -> SkipThreshold:
-    """The scale for a target through the named preset, or the only one that fits. Raises Problem:
+def threshold(
+    found: Iterable[Found], target_skip_rate: float, name: str
+) -> tuple[SkipThreshold, str]:
+    """The scale for a target through the named preset, or the only one that fits, and where it
+    came from in words. Raises Problem:
     404 no such preset, 409 none or several fit, 422 the target is outside what was measured."""
     chosen = [f for f in found if f.name == name] if name else [f for f in found if not f.refusal]
     if name and not chosen:
@@ -84,9 +87,10 @@ def threshold(found: Iterable[Found], target_skip_rate: float, name: str) -> Ski
             "`preset`, or make one with `blasst ruler calibrate`.",
         )
     try:
-        return chosen[0].preset.threshold(target_skip_rate)
+        scale = chosen[0].preset.threshold(target_skip_rate)
     except ValueError as e:
         raise Problem(422, "bad-threshold", str(e)) from e
+    return scale, f"preset {chosen[0].name}: target skip rate {target_skip_rate:g}"
 
 
 def _load(path: Path, running: Running) -> Found:

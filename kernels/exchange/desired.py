@@ -22,7 +22,9 @@ from blasst.kernels.threshold import SkipThreshold, ThresholdError
 FILE_NAME = "desired.json"
 PREVIOUS_NAME = "desired.previous.json"
 TEMP_PREFIX = ".desired-"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Newest that is read. 1: as below without `origin`. Written is the oldest that can say it all, so
+that a release before this one reads it after a rollback."""
 MAX_BYTES = 65_536
 MIN_CONTEXT_MAX = 1 << 24
 _GENERATION_MAX = 1 << 53
@@ -35,7 +37,8 @@ class DesiredStateError(Exception):
 @dataclass(frozen=True)
 class DesiredState:
     """threshold None = dense. min_context: prompt tokens below which requests run dense (None: the
-    engine's own setting). generation 0 = nothing was ever written."""
+    engine's own setting). generation 0 = nothing was ever written. origin: how the threshold came
+    about, where that is not the caller's own number (a preset and its target)."""
 
     generation: int
     threshold: SkipThreshold | None
@@ -43,6 +46,7 @@ class DesiredState:
     updated_at: str = ""
     updated_by: str = ""
     reason: str = ""
+    origin: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.generation, bool) or not 0 <= self.generation <= _GENERATION_MAX:
@@ -124,11 +128,12 @@ def parse_desired(data: bytes, name: str = FILE_NAME) -> DesiredState:
         raise DesiredStateError(f"{name} is not JSON ({e}); set the threshold again") from e
     if not isinstance(record, dict):
         raise DesiredStateError(f"{name} holds no JSON object; set the threshold again")
-    version = record.get("schema_version")
-    if version != SCHEMA_VERSION:
+    version: Any = record.get("schema_version")
+    known = isinstance(version, int) and not isinstance(version, bool)
+    if not known or not 1 <= version <= SCHEMA_VERSION:
         raise DesiredStateError(
-            f"{name} has schema_version {version!r}, this release reads {SCHEMA_VERSION}: it was "
-            "written by another release; set the threshold again with this one"
+            f"{name} has schema_version {version!r}, this release reads 1 to {SCHEMA_VERSION}: it "
+            "was written by another release; set the threshold again with this one"
         )
     body = {k: v for k, v in record.items() if k != "checksum"}
     if record.get("checksum") != _checksum(body):
@@ -142,6 +147,7 @@ def parse_desired(data: bytes, name: str = FILE_NAME) -> DesiredState:
             updated_at=str(body["updated_at"]),
             updated_by=str(body["updated_by"]),
             reason=str(body["reason"]),
+            origin=str(body["origin"]) if version >= 2 else "",
         )
     except ThresholdError as e:
         raise DesiredStateError(f"{name}: {e}") from e
@@ -207,8 +213,9 @@ class DesiredReader:
 
 def _body(state: DesiredState) -> dict[str, Any]:
     threshold = state.threshold
+    newer = {"origin": state.origin} if state.origin else {}
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION if newer else 1,
         "generation": state.generation,
         "threshold": None
         if threshold is None
@@ -217,6 +224,7 @@ def _body(state: DesiredState) -> dict[str, Any]:
         "updated_at": state.updated_at,
         "updated_by": state.updated_by,
         "reason": state.reason,
+        **newer,
     }
 
 

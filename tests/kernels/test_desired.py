@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,11 @@ def _signed(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "schema_version 2, this release reads 1"),
+        ({"schema_version": 3}, "schema_version 3, this release reads 1 to 2"),
+        ({"schema_version": 0}, "schema_version 0"),
+        ({"schema_version": True}, "schema_version True"),
+        ({"schema_version": "1"}, "schema_version '1'"),
+        ({"schema_version": 2}, "lacks a field"),
         ({"schema_version": None}, "schema_version None"),
         ({"generation": -1}, "generation"),
         ({"generation": 1 << 60}, "generation"),
@@ -112,6 +117,51 @@ def test_well_signed_nonsense_is_refused(changes: dict[str, object], message: st
     assert parse_desired(_signed()) == STATE
     with pytest.raises(DesiredStateError, match=message):
         parse_desired(_signed(**changes))
+
+
+RELEASE_0_1_0 = b"""{
+ "schema_version": 1,
+ "generation": 3,
+ "threshold": {
+  "unit": "mag",
+  "value": 2500.0
+ },
+ "min_context": 16384,
+ "updated_at": "2026-11-30T07:30:00.000+00:00",
+ "updated_by": "127.0.0.1",
+ "reason": "a sweep",
+ "checksum": "sha256:71aef1a8a1b930fd136c4f5b99a2b572d5fa8053423ac053dd89134de6b3b54e"
+}
+"""
+"""A file as release 0.1.0 wrote it, byte by byte."""
+
+
+def test_a_file_of_an_older_release_is_read_and_written_back_alike(tmp_path: Path) -> None:
+    state = parse_desired(RELEASE_0_1_0)
+    assert state.threshold == SkipThreshold("mag", 2500.0)
+    assert (state.generation, state.min_context, state.origin) == (3, 16384, "")
+    # What it could say is written so that it can read it again.
+    write_desired(tmp_path, state)
+    assert (tmp_path / FILE_NAME).read_bytes() == RELEASE_0_1_0
+    with pytest.raises(DesiredStateError, match="checksum"):
+        parse_desired(RELEASE_0_1_0.replace(b"16384", b"16385"))
+
+
+def test_only_what_is_new_needs_the_new_schema(tmp_path: Path) -> None:
+    state = replace(parse_desired(RELEASE_0_1_0), origin="preset a: target skip rate 0.5")
+    write_desired(tmp_path, state)
+    assert json.loads((tmp_path / FILE_NAME).read_text())["schema_version"] == 2
+    assert read_desired(tmp_path / FILE_NAME) == state
+
+
+def test_a_future_file_leaves_the_last_good_state_then_dense(tmp_path: Path) -> None:
+    write_desired(tmp_path, STATE)
+    reader = DesiredReader(tmp_path)
+    assert reader.current() == STATE
+    (tmp_path / FILE_NAME).write_bytes(_signed(schema_version=99, generation=9))
+    assert reader.current() == STATE
+    assert (reader.errors, "schema_version 99" in reader.last_error) == (1, True)
+    assert DesiredReader(tmp_path).current().threshold is None
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 60_000, b" " * 70_000])

@@ -233,6 +233,7 @@ def test_a_target_becomes_the_scale_of_the_preset_that_fits(client, fake_engine,
     for body in ({"target_skip_rate": 0.5}, {"target_skip_rate": 0.5, "preset": "ours"}):
         state = put(client, body).json()
         assert state["threshold"]["unit"] == "scale"
+        assert state["origin"] == "preset ours: target skip rate 0.5"
         assert state["threshold"]["value"] == pytest.approx(10 * math.exp(2))
     for name, status, what in [
         ("other-model", 409, "preset-unfit"),
