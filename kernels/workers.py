@@ -82,8 +82,13 @@ def _threads(count: int) -> ThreadPoolExecutor:
         ready.wait()
 
     pool = ThreadPoolExecutor(count, "blasst-cpu", start)
-    for _ in range(count):
-        pool.submit(int)
+    try:
+        for _ in range(count):
+            pool.submit(int)
+    except RuntimeError:
+        # No more threads can be had; those that wait here would keep the process from ending.
+        ready.abort()
+        raise
     ready.wait()
     # The setting is per thread, but the last one made is also the default of new threads.
     torch._C.set_num_threads(count)

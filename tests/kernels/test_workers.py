@@ -63,6 +63,32 @@ def test_callers_with_other_numbers_of_threads_do_not_take_the_pool_away() -> No
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+FEW_THREADS = """
+import threading, torch
+from blasst.kernels.workers import run_all
+torch.set_num_threads(3)
+start, started = threading.Thread.start, []
+def start_two(thread):
+    started.append(thread)
+    if len(started) > 2:
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = start_two
+try:
+    run_all([lambda: None] * 3)
+except RuntimeError as e:
+    print(e)
+"""
+
+
+def test_a_process_that_gets_no_more_threads_says_so_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FEW_THREADS], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "can't start new thread\n"
+
+
 FORK = """
 import faulthandler, os, sys, threading, torch
 from blasst.kernels import workers
