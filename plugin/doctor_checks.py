@@ -19,7 +19,16 @@ from blasst.kernels.exchange.desired import FILE_NAME as DESIRED
 from blasst.kernels.native import build
 from blasst.kernels.types import Impl, Problem
 from blasst.plugin.admission import Deployment
-from blasst.plugin.settings import NAMES, STATE_DIR, Settings, SettingsError, check_state_dir
+from blasst.plugin.settings import (
+    AUTO,
+    IMPL,
+    NAMES,
+    STATE_DIR,
+    STRICT,
+    Settings,
+    SettingsError,
+    check_state_dir,
+)
 from blasst.plugin.versions import PINS, unsupported_reason
 
 BLACKWELL_ADVICE = (
@@ -183,22 +192,24 @@ def _implementation(settings: Settings, desired: DesiredState) -> Iterator[Findi
     try:
         choice = choose(problem, settings.impl)
     except BlasstError as e:
-        threshold = Deployment.of(desired, settings).threshold
-        if threshold is None:
-            yield Finding(
-                "implementation",
-                "warning",
-                f"none, everything runs dense: {e}",
-                "requests with a threshold get HTTP 400 on this machine",
-            )
-        else:
-            yield Finding(
-                "implementation",
-                "error",
-                f"none, but {threshold} is set: {e}",
-                "set the threshold to off, or use a machine with an implementation",
-            )
+        yield _no_implementation(e, settings, desired)
         return
     yield Finding("implementation", "ok", f"{choice} (for head_dim 128, bfloat16)")
     if choice.impl is Impl.BLACKWELL:
         yield Finding("blackwell kernel", "ok", BLACKWELL_ADVICE)
+
+
+def _no_implementation(why: BlasstError, settings: Settings, desired: DesiredState) -> Finding:
+    """What startup.py does then: it refuses, unless dense is all that was asked for."""
+    name = "implementation"
+    if settings.strict:
+        return Finding(name, "error", f"none, but {STRICT}=1: {why}", f"set {STRICT} to 0")
+    if settings.impl != AUTO:
+        asked = f"{IMPL}={settings.impl}"
+        return Finding(name, "error", f"none, but {asked}: {why}", f"set {IMPL} to {AUTO}")
+    threshold = Deployment.of(desired, settings).threshold
+    if threshold is not None:
+        remedy = "set the threshold to off, or use a machine with an implementation"
+        return Finding(name, "error", f"none, but {threshold} is set: {why}", remedy)
+    remedy = "requests with a threshold get HTTP 400 on this machine"
+    return Finding(name, "warning", f"none, everything runs dense: {why}", remedy)

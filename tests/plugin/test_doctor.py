@@ -109,7 +109,7 @@ def test_packages(
         ({"VLLM_BLASST_MAG": "x"}, "settings", "'x' is not a number"),
         ({"VLLM_BLASST_STATE_DIR": "/none/at/all"}, "state folder", "is not a folder"),
         ({"VLLM_PLUGINS": "other"}, "plugin", "keeps it out"),
-        ({"VLLM_BLASST_IMPL": "hopper", "VLLM_BLASST_MAG": "1"}, "implementation", "mag 1 is set"),
+        ({"VLLM_BLASST_IMPL": "hopper"}, "implementation", "none, but VLLM_BLASST_IMPL=hopper: "),
     ],
 )
 def test_errors(
@@ -123,11 +123,29 @@ def test_errors(
     assert doctor.exit_code(examine()) == 2
 
 
-def test_no_implementation_is_a_warning_while_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BLASST_IMPL", "hopper")
+@pytest.mark.parametrize(
+    ("env", "status", "words"),
+    [
+        ({}, "warning", "none, everything runs dense: "),
+        ({"VLLM_BLASST_MAG": "1"}, "error", "none, but mag 1 is set: "),
+        ({"VLLM_BLASST_STRICT": "1"}, "error", "none, but VLLM_BLASST_STRICT=1: "),
+    ],
+)
+def test_no_implementation_is_a_warning_while_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], status: str, words: str
+) -> None:
+    for name, value in (
+        ("is_available", True),
+        ("get_device_capability", (7, 5)),
+        ("get_device_name", "NVIDIA T4"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name, setting in env.items():
+        monkeypatch.setenv(name, setting)
     found = finding("implementation")
-    assert found.status == "warning"
-    assert "hopper: tensors are on cpu" in found.detail
+    assert found.status == status
+    assert found.detail.startswith(words)
+    assert "triton: the GPU has compute capability 7.5" in found.detail
 
 
 def test_on_a_blackwell_gpu_it_says_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +173,9 @@ def test_the_cpu_kernel_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert finding("implementation").detail.startswith("cpu-torch (not ")
     monkeypatch.setenv("VLLM_BLASST_IMPL", "cpu")
     found = finding("implementation")
-    assert found.status == "warning"
+    assert found.status == "error"
     assert "cpu: no C compiler runs; install one" in found.detail
+    assert found.remedy == "set VLLM_BLASST_IMPL to auto"
     choose.cache_clear()
     monkeypatch.undo()
     if not build.reasons():
