@@ -65,6 +65,8 @@ def create_app(
         description=openapi.DESCRIPTION,
         docs_url=None,
         redoc_url=None,
+        # A redirect to the path without its slash would be built from the Host header.
+        redirect_slashes=False,
     )
     problems.install(app)
     tokens = (

@@ -33,6 +33,15 @@ class ApiError(Exception):
         self.kind = kind
 
 
+@dataclass(frozen=True)
+class Target:
+    """A skip rate that a preset of the sidecar turns into a threshold; preset "": the one that
+    fits."""
+
+    skip_rate: float
+    preset: str = ""
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect would carry the token to wherever it points."""
 
@@ -70,16 +79,22 @@ class ThresholdClient:
 
     def put(
         self,
-        threshold: SkipThreshold | None,
+        threshold: SkipThreshold | Target | None,
         *,
         if_match: str,
         min_context: int | None = None,
         reason: str = "",
     ) -> dict[str, Any]:
         """threshold None = dense."""
-        body: dict[str, Any] = (
-            {"off": True} if threshold is None else {threshold.unit: threshold.value}
-        )
+        body: dict[str, Any]
+        if isinstance(threshold, Target):
+            body = {"target_skip_rate": threshold.skip_rate}
+            if threshold.preset:
+                body["preset"] = threshold.preset
+        elif threshold is None:
+            body = {"off": True}
+        else:
+            body = {threshold.unit: threshold.value}
         if min_context is not None:
             body["min_context"] = min_context
         if reason:

@@ -1,12 +1,13 @@
 """uvicorn's HTTP connection with an end to patience: nobody holds a connection for nothing.
 
-uvicorn limits only the time between two requests. Without this, 256 clients that connect and say
-nothing, send a header a minute or never read an answer keep every other client out.
+uvicorn limits only the time between two requests. Without this, clients that connect and say
+nothing, send a header a minute or never read an answer take every connection there is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -16,7 +17,15 @@ REQUEST_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
 """From the headers of a request until its answer is taken."""
 
-MOST_CONNECTIONS = 240
+SPARE_FILES = 128
+
+
+def most_connections(open_files: int) -> int:
+    """2,048, or what a limit of open files leaves for connections. -1: no limit."""
+    return 2048 if open_files < 0 else max(64, min(2048, open_files - SPARE_FILES))
+
+
+MOST_CONNECTIONS = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """Above it the connection that has waited longest without a request makes room."""
 
 HEADER_BYTES = 16 * 1024

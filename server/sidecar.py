@@ -15,7 +15,7 @@ from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.kernels.exchange.stats import remove_dead
 from blasst.server import observe
 from blasst.server.app import create_app
-from blasst.server.connections import HEADER_BYTES, MOST_CONNECTIONS, Connection
+from blasst.server.connections import HEADER_BYTES, Connection
 from blasst.server.control import ControlService
 from blasst.server.follow import Follower
 from blasst.server.settings import Settings, SettingsError, prepare_state_dir
@@ -88,7 +88,6 @@ class Sidecar:
                 lifespan="off",
                 timeout_keep_alive=15,
                 timeout_graceful_shutdown=2,
-                limit_concurrency=MOST_CONNECTIONS + 16,
             )
         )
 

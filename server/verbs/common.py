@@ -18,14 +18,15 @@ _UNIT_OPTIONS: tuple[tuple[Unit, str, str, str], ...] = (
 
 def add_threshold_options(
     parser: argparse.ArgumentParser, *, off: bool = False, required: bool = False
-) -> None:
-    """--mag, --skip-lambda, --scale, and --off where dense can be asked for."""
+) -> argparse._MutuallyExclusiveGroup:
+    """--mag, --skip-lambda, --scale, and --off where dense can be asked for; their group."""
     group = parser.add_mutually_exclusive_group(required=required)
     for _, option, metavar, text in _UNIT_OPTIONS:
         # Text here, a number in `threshold_of`: its errors name the rule and the remedy.
         group.add_argument(option, metavar=metavar, help=text)
     if off:
         group.add_argument("--off", action="store_true", help="dense attention, skip nothing")
+    return group
 
 
 def threshold_of(args: argparse.Namespace) -> SkipThreshold | None:

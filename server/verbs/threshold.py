@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from blasst.kernels.threshold import ThresholdError
 from blasst.server.cli import fail
-from blasst.server.client import ApiError, ThresholdClient
+from blasst.server.client import ApiError, Target, ThresholdClient
 from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT, SettingsError
 from blasst.server.verbs.common import add_threshold_options, threshold_of
 
@@ -30,12 +30,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="get|set|watch")
     get = actions.add_parser("get", help="print the threshold and who follows it")
-    change = actions.add_parser("set", help="set it; exactly one of the four units")
+    change = actions.add_parser("set", help="set it; exactly one of the five units")
     watch = actions.add_parser("watch", help="print a line at every change until interrupted")
     for action in (get, change, watch):
         action.allow_abbrev = False
         _add_common(action)
-    add_threshold_options(change, off=True, required=True)
+    units = add_threshold_options(change, off=True, required=True)
+    units.add_argument(
+        "--target-skip-rate",
+        type=float,
+        metavar="R",
+        help="share of the tiles to skip, 0 <= R < 1, through a calibration preset of the sidecar",
+    )
+    change.add_argument(
+        "--preset", default="", metavar="NAME", help="that preset (default: the one that fits)"
+    )
     change.add_argument("value", nargs="?", type=_no_unit, metavar="VALUE", help=argparse.SUPPRESS)
     change.add_argument(
         "--min-context",
@@ -108,7 +117,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _set(client: ThresholdClient, args: argparse.Namespace) -> int:
-    threshold = threshold_of(args)
+    rate = args.target_skip_rate
+    if args.preset and rate is None:
+        raise SettingsError("--preset goes with --target-skip-rate only")
+    threshold = threshold_of(args) if rate is None else Target(rate, args.preset)
     if_match = "*" if args.force else f'"{client.get()["generation"]}"'
     state = client.put(
         threshold, if_match=if_match, min_context=args.min_context, reason=args.reason
@@ -152,6 +164,8 @@ def _print(state: dict[str, Any], as_json: bool) -> None:
     text = "dense" if threshold is None else f"{threshold['unit']} {threshold['value']:g}"
     if threshold is not None and threshold["unit"] == "mag":
         text += f" (lambda {state['lambda']:.6g})"
+    if state.get("origin"):
+        text += f" ({state['origin']})"
     follow, live = _followers(state)
     print(
         f"{text}, generation {state['generation']}, {follow}/{live} front ends follow", flush=True

@@ -22,7 +22,7 @@ from blasst.server.settings import Settings, SettingsError
 from blasst.server.sidecar import Sidecar
 
 THRESHOLD = "/v1/blasst/threshold"
-IDLE = 300
+IDLE, MOST = 150, 100
 
 
 @pytest.fixture
@@ -65,7 +65,8 @@ def ends_within(s, seconds):
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: x"])
-def test_idle_connections_keep_nobody_out(make_sidecar, dial, sent):
+def test_idle_connections_keep_nobody_out(make_sidecar, dial, sent, monkeypatch):
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", MOST)
     sidecar = make_sidecar()
     held = []
     for _ in range(IDLE):
@@ -201,3 +202,8 @@ def test_tls_files_that_cannot_work_are_refused(tmp_path, certificate):
     key.chmod(0o644)
     with pytest.raises(SettingsError, match=r"TLS key .* has mode 0644"):
         Settings(tmp_path, tls_cert=cert, tls_key=key).check_tls()
+
+
+@pytest.mark.parametrize(("files", "most"), [(-1, 2048), (10**6, 2048), (1024, 896), (10, 64)])
+def test_connections_leave_room_for_other_files(files, most):
+    assert connections.most_connections(files) == most

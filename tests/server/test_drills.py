@@ -5,11 +5,13 @@ Counts and times of one run are in docs/measurements/drills.md (BLASST_DRILLS=FI
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import random
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -28,6 +30,7 @@ CORRUPTIONS = 1000
 CHANGES, KILLS = 200, 8
 CRASHES = 300
 RESTARTS = 1000
+SCRAPES = 1000
 SOAK_S = 20.0
 
 
@@ -291,12 +294,49 @@ def test_1000_worker_restarts_and_odd_names_add_no_series(tmp_path, fake_engine,
     report(restarts=RESTARTS, series=before, scrape_cpu_ms=round(1000 * seconds))
 
 
+async def scrape(address):
+    """The status of one scrape over a connection of its own; what went wrong, if anything did."""
+    try:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+    except OSError as e:
+        return type(e).__name__
+    return int(answer[9:12]) if b"blasst_build_info" in answer else "cut"
+
+
+def test_1000_scrapes_at_once(start, tmp_path, fake_engine, report):
+    """All are answered, from a page that was made a few times."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"needs 4096 open files, the limit is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    engine = fake_engine(tmp_path / "state" / "stats")
+    engine.rank(0)
+    engine.front(42)
+    process, client = start()
+    address = urllib.parse.urlsplit(process.url())
+
+    async def all_at_once():
+        return await asyncio.gather(*(scrape(address) for _ in range(SCRAPES)))
+
+    began = time.monotonic()
+    answers = asyncio.run(all_at_once())
+    seconds = time.monotonic() - began
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {a: answers.count(a) for a in set(answers)} == {200: SCRAPES}
+    assert put(client, 2500).status_code == 202
+    report(scrapes=SCRAPES, seconds=round(seconds, 2))
+
+
 def memory_and_files(pid):
     with open(f"/proc/{pid}/status") as f:
         kib = int(re.search(r"VmRSS:\s+(\d+)", f.read())[1])
     return kib / 1024, len(os.listdir(f"/proc/{pid}/fd"))
 
 
+@pytest.mark.slow
 def test_soak(start, tmp_path, fake_engine, report):
     """Many kinds of call at once: memory grows by less than 20 MB and no descriptor is left."""
     engine = fake_engine(tmp_path / "state" / "stats")

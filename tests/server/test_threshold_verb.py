@@ -8,6 +8,8 @@ import threading
 import pytest
 
 from blasst.kernels.exchange.desired import FILE_NAME, read_desired
+from blasst.kernels.exchange.presets import Preset, PresetFit, PresetGeometry
+from blasst.kernels.threshold import SparsityCurve
 from blasst.server import cli
 from blasst.server.settings import Settings
 from blasst.server.sidecar import Sidecar
@@ -284,3 +286,23 @@ def test_a_proxy_of_the_environment_is_left_out(blasst_threshold, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert blasst_threshold("get")[0] == 0
+
+
+def test_a_target_skip_rate_goes_through_a_preset(blasst_threshold, fake_engine, tmp_path):
+    fake_engine(tmp_path / "stats").rank(0)
+    (tmp_path / "presets").mkdir()
+    curve = PresetFit(0.02, 12, 0.1, 0.9, (4096,))
+    geometry = PresetGeometry("cpu", 64, 128)
+    preset = Preset("tiny", geometry, SparsityCurve(10.0, 4.0), curve, "essays")
+    (tmp_path / "presets" / "ours.json").write_text(preset.dumps())
+    target = ("set", "--target-skip-rate", 0.5)
+    code, out, _ = blasst_threshold(*target)
+    assert code == 0
+    assert "(preset ours: target skip rate 0.5), generation 1" in out
+    assert blasst_threshold(*target, "--preset", "ours")[0] == 0
+    code, _, err = blasst_threshold(*target, "--preset", "theirs")
+    assert (code, "no preset 'theirs'" in err) == (1, True)
+    assert blasst_threshold("set", "--target-skip-rate", 0.99)[0] == 2
+    assert blasst_threshold("set", "--target-skip-rate", "nan")[0] == 2
+    assert blasst_threshold("set", "--mag", 1, "--preset", "ours")[0] == 2
+    assert blasst_threshold(*target, "--mag", 1)[0] == 2
