@@ -185,7 +185,7 @@ class Sidecar:
             raise ServerError(f"{self.url} does not answer as a blasst sidecar: {e!r}") from e
 
     def _ok(self, response: httpx.Response) -> httpx.Response:
-        if response.status_code == 200:
+        if response.is_success:
             return response
         try:
             problem = response.json()
