@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 16 * 1024
 _READS = ("GET", "HEAD")
+_PROBES = ("/healthz", "/readyz")
 
 
 class Gate:
@@ -57,6 +58,9 @@ class Gate:
             _spend(self.limits.refused.take(_address(scope)), refusal)
             raise
         scope.setdefault("state", {})["role"] = role
+        if scope["path"] in _PROBES:
+            # Or a flood of reads would have us restarted as dead.
+            return
         reads = scope["method"] in _READS
         _take(self.limits.reads if reads else self.limits.writes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
@@ -183,6 +184,8 @@ def test_writes_and_reads_have_limits_of_their_own(make_app):
     refused = put(client)
     assert (kind(refused), refused.headers["retry-after"]) == ("too-many", "1")
     assert [client.get("/metrics").status_code for _ in range(6)] == [200] * 5 + [429]
+    # Probes are answered whatever else is asked, or the sidecar would be restarted as dead.
+    assert [client.get(p).status_code for p in ("/healthz", "/readyz") * 9] == [200] * 18
     clock.now = 1.0
     assert put(client).status_code == 200
     assert put(client).status_code == 429
@@ -418,3 +421,10 @@ def test_a_followed_file_that_is_refused_changes_nothing(followed, caplog, text)
     assert len([r for r in caplog.records if "stays as it is" in r.getMessage()]) == 1
     assert publish('{"mag": 3000}').threshold.value == 3000
     assert follower.error == ""
+
+
+def test_only_ages_are_taken_from_the_wall_clock():
+    """A clock that jumps must not stretch a limit, a timeout or a cache."""
+    source = Path(__file__).parents[2] / "server"
+    users = {p.name for p in source.rglob("*.py") if "time.time(" in p.read_text()}
+    assert users == {"observe.py"}
