@@ -45,8 +45,11 @@ browser:
 promtool: device
 	@.ci/promtool $(VENV)
 
+# Device code and RULER on both cores; engines, servers and browsers one at a time. All of it: pytest.
 unit: device data subjects browser promtool
-	$(BIN)/pytest
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not browser" tests/kernels tests/evals
+	$(BIN)/pytest -m "vllm or browser" tests/kernels tests/evals
+	$(BIN)/pytest tests/deploy tests/package tests/plugin tests/server
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-report
