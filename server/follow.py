@@ -1,7 +1,8 @@
 """A threshold that a file declares, such as a mounted ConfigMap: applied when it changes.
 
-The file holds the body of a PUT. It rules at the start and whenever its content changes; a change
-through the API in between stays until then. Reading, not watching: mounts swap links beneath.
+The file holds the body of a PUT. It rules at the start, whenever its content changes and over a
+corrupt desired.json; a change through the API in between stays until then. It is read again and
+again, not watched: mounts swap links beneath.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Follower:
         try:
             body = self._read()
             digest = hashlib.sha256(body).digest()
-            if digest != self._applied:
+            # A corrupt or lost desired.json is repaired with what is declared here.
+            if digest != self._applied or self._control.error():
                 self._apply(body)
                 self._applied = digest
         except OSError as e:

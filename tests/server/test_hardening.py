@@ -423,6 +423,15 @@ def test_a_followed_file_that_is_refused_changes_nothing(followed, caplog, text)
     assert follower.error == ""
 
 
+def test_a_corrupt_state_is_repaired_from_the_followed_file(followed, tmp_path):
+    follower, publish, control = followed
+    before = publish('{"mag": 2500}')
+    (tmp_path / FILE_NAME).write_bytes(b"{")
+    follower.step()
+    assert control.read().threshold == before.threshold
+    assert control.read().generation > before.generation
+
+
 def test_only_ages_are_taken_from_the_wall_clock():
     """A clock that jumps must not stretch a limit, a timeout or a cache."""
     source = Path(__file__).parents[2] / "server"
