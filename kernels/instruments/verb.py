@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 return _error("one --skip-rate at a time, unless with --counters", 2)
             recording = _record(args, rates[0])
     except (OSError, ValueError, RuntimeError, ImportError) as e:
-        return _error(str(e), 1)
+        return _error(str(e), 2 if isinstance(e, _Usage) else 1)
     timeline = recording.timeline()
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -119,9 +119,13 @@ def _count(args: argparse.Namespace, rates: Sequence[float]) -> int:
     return 0
 
 
+class _Usage(ValueError):
+    """An option names what does not exist."""
+
+
 def _known(problem: str, names: Sequence[str]) -> None:
     if problem not in names:
-        raise ValueError(f"problem {problem!r} is unknown; choose from {', '.join(names)}")
+        raise _Usage(f"problem {problem!r} is unknown; choose from {', '.join(names)}")
 
 
 def _numbers(timeline: Timeline) -> dict[str, object]:

@@ -89,7 +89,7 @@ def test_counters_of_dense_against_skipping(
     ("argv", "code", "message"),
     [
         (("--visits", "0"), 2, "--visits must be at least 1"),
-        (("--problem", "4k"), 1, "problem '4k' is unknown; choose from 8k"),
+        (("--problem", "4k"), 2, "problem '4k' is unknown; choose from 8k"),
         (("--skip-rate", "0", "--skip-rate", "0.5"), 2, "one --skip-rate at a time"),
         (("--counters", "--ncu", "/no/ncu"), 1, "Nsight Compute (/no/ncu) is not here"),
         (("--from", "/no/file.json"), 1, "/no/file.json"),
