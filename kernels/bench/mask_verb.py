@@ -22,7 +22,7 @@ SECTIONS = (
     "votes",
     "lists",
 )
-LENGTHS = "2048,4096,8192,16384,65536"
+LENGTHS = {"cuda": "2048,4096,8192,16384,65536", "cpu": "512,1024"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where (default: auto)")
     add("--sections", default=",".join(SECTIONS), metavar="S,S", help="of " + ", ".join(SECTIONS))
-    add("--lengths", default=LENGTHS, metavar="N,N", help=f"tokens (default: {LENGTHS})")
+    add("--lengths", default=None, metavar="N,N",
+        help=f"tokens (default: {LENGTHS['cuda']}; {LENGTHS['cpu']} on a CPU)")  # fmt: skip
     add("--small", type=int, default=4096, help="tokens of the sections about bits (4096)")
     add("--heads", type=int, default=16, help="q and kv heads (default: 16)")
     add("--head-dim", type=int, default=128, help="64 or 128 (default: 128)")
@@ -48,14 +49,15 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     chosen = args.sections.split(",")
     unknown = [name for name in chosen if name not in SECTIONS]
-    lengths = [int(n) for n in args.lengths.split(",") if n.isdigit()]
-    if unknown or not lengths or args.rounds < 1 or args.small < 64:
-        wrong = f"section {unknown[0]!r} is unknown" if unknown else "a number is out of range"
-        print(f"blasst: error: {wrong}; see blasst bench masks --help", file=sys.stderr)
-        return 2
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = (args.lengths or LENGTHS[device]).split(",")
+    lengths = [int(n) for n in given if n.isdigit() and int(n) > 0]
+    if unknown or len(lengths) < len(given) or args.rounds < 1 or args.small < 64:
+        wrong = f"section {unknown[0]!r} is unknown" if unknown else "a number is out of range"
+        print(f"blasst: error: {wrong}; see blasst bench masks --help", file=sys.stderr)
+        return 2
     if device == "cuda" and not torch.cuda.is_available():
         print("blasst: error: --device cuda: torch finds no GPU here", file=sys.stderr)
         return 1

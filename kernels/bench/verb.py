@@ -135,14 +135,20 @@ def _error(message: str, code: int) -> int:
 
 
 def _lengths(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",")]
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,N; give tokens such as 4096") from None
     if not all(MIN_TOKENS <= n <= MAX_TOKENS for n in values):
         raise argparse.ArgumentTypeError(f"lengths must be {MIN_TOKENS} to {MAX_TOKENS} tokens")
     return values
 
 
 def _rates(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not R,R; give shares such as 0.5") from None
     if not all(0.0 <= rate < 1.0 for rate in values):
         raise argparse.ArgumentTypeError("skip rates must be at least 0 and below 1")
     return values
