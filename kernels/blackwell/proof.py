@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from blasst.kernels.blackwell.config import CROSS, Config
+from blasst.kernels.verify.plans import missing
 from blasst.kernels.verify.subject import Workbench
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
@@ -128,6 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seeds", type=int, help="schedules of each problem, at most (default: all)"
     )
     options = parser.parse_args(arguments)
+    reason = missing("sm100")
+    if reason is not None:
+        parser.error(reason)
     failed = 0
     for part in parts():
         if options.part in part.name:

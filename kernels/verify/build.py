@@ -29,6 +29,7 @@ SUFFIXES = ("ptx", "cubin", "o")
 PACKAGES = ("nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels", "flashinfer-python", "torch")
 KERNEL_SOURCES = ("cute", "hopper", "blackwell", "masks", "verify")
 LIMIT_S = 600
+INSTALL = "install blasst[cuda], or run `make device` in a checkout"
 
 
 @dataclass(frozen=True)

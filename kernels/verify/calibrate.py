@@ -18,6 +18,7 @@ import torch
 
 from blasst.kernels.hopper.config import Config
 from blasst.kernels.verify.errors import VerifyError
+from blasst.kernels.verify.plans import missing
 from blasst.kernels.verify.registers import Array
 from blasst.kernels.verify.subject import Case, Workbench
 from blasst.kernels.verify.subjects import hopper
@@ -115,6 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     options = parser.parse_args(arguments)
+    if options.action == "compare" and not options.file.is_file():
+        parser.error(f"{options.file} does not exist; `record` writes it on a Hopper GPU")
+    reason = missing("sm90")
+    if reason is not None:
+        parser.error(reason)
+    if options.action == "record" and not torch.cuda.is_available():
+        parser.error("`record` needs a Hopper GPU, and torch finds none here")
     if options.action == "record":
         record(options.file)
         return 0

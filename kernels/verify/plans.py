@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from blasst.kernels.verify.build import INSTALL
 from blasst.kernels.verify.subject import Case, Subject, Workbench
 from blasst.kernels.verify.subjects.attention import Shape
 
@@ -43,7 +44,7 @@ def missing(kernel: str) -> str | None:
         return fa4.missing()
     for name, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
         if importlib.util.find_spec(name) is None:
-            return f"{package} is not installed; install blasst[cuda]"
+            return f"{package} is not installed; {INSTALL}"
     return None
 
 

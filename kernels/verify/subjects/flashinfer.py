@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from blasst.kernels.types import LOG2_E
-from blasst.kernels.verify.build import Recipe, cache_folder
+from blasst.kernels.verify.build import INSTALL, Recipe, cache_folder
 from blasst.kernels.verify.errors import ToolError
 from blasst.kernels.verify.subject import Case, Subject
 from blasst.kernels.verify.subjects.attention import difference
@@ -46,7 +46,7 @@ def locate() -> Path | None:
 def missing() -> str | None:
     """Why the subject cannot be built here; None: it can."""
     if importlib.util.find_spec("cutlass") is None:
-        return "nvidia-cutlass-dsl is not installed"
+        return f"nvidia-cutlass-dsl is not installed; {INSTALL}"
     if locate() is None:
         return f"{PACKAGE} is not here; run python -P -m {__name__} to fetch it"
     return None
