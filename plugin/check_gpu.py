@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
     add("--out", type=Path, required=True, help="folder for check.json")
     args = parser.parse_args(argv)
+    for needed in (Path(args.model) / "config.json", args.short, args.long):
+        if not needed.is_file():
+            parser.error(f"{needed} does not exist; docs/gpu.md says how prompts are made")
     os.environ.update(ENVIRONMENT)
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="blasst-check-") as folder:

@@ -173,6 +173,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="file for the rows")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU, and torch finds none here")
     rows = []
     for tokens in map(int, options.lengths.split(",")):
         shape = Shape(tokens, options.batch, head_dim=options.head_dim, causal=not options.full)

@@ -188,6 +188,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", help="file for the rows")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU, and torch finds none here")
     begin = time.perf_counter()
     with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
         reasons = list(pool.map(compile_candidate, CANDIDATES))
