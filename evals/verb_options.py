@@ -32,7 +32,7 @@ def add_generator_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[4096],
         metavar="TOKENS",
-        help="nominal lengths in tokens, 4096 to 1048576: prompt plus the answer's budget "
+        help="nominal lengths in tokens, 512 to 1048576: prompt plus the answer's budget "
         "(default: 4096)",
     )
     size = parser.add_mutually_exclusive_group()
