@@ -28,8 +28,8 @@ COLUMNS = (
     "skip rate",
 )
 CPU_NOTE = (
-    "On a CPU, deciding what to skip takes as much time as it saves, or more, until about 80% of "
-    "the tiles are skipped (docs/measurements/cpu.md). GPUs differ."
+    "On a CPU attention is a part of the time to first token, and times scatter with the load. "
+    "What skipping saves of attention alone: docs/measurements/cpu-attention.md. GPUs differ."
 )
 _FEW = 20
 """Samples a cell below which a score says little."""
