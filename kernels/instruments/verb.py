@@ -160,19 +160,28 @@ def _table(timeline: Timeline) -> str:
 def _rate(text: str) -> float | None:
     if text == "dense":
         return None
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0.0 <= value < 1.0:
         raise argparse.ArgumentTypeError("must be at least 0 and below 1, or `dense`")
     return value
 
 
 def _block(text: str) -> tuple[int, int, int]:
-    head, tile, group = (int(part) for part in text.split(","))
+    try:
+        head, tile, group = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not H,M,G such as 0,8,0") from None
     return head, tile, group
 
 
 def _window(text: str) -> tuple[float, float]:
-    first, last = (float(part) for part in text.split(","))
+    try:
+        first, last = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not A,B such as 20000,32000") from None
     if not first < last:
         raise argparse.ArgumentTypeError("must be a start before an end")
     return first, last

@@ -40,12 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--shape", type=_shape, action="append", metavar="Q,K[,H,KV]", help="query and key tokens "
         "of one request, q heads and kv heads (default 2,1); may be repeated (default: a set "
         "with ragged ends, several tiles, heads and blocks)")  # fmt: skip
-    add("--mag", type=float, metavar="M", help="threshold of our kernels as lambda = "
+    add("--mag", type=_mag, metavar="M", help="threshold of our kernels as lambda = "
         "2**(-M/1000) (default: one lambda a request, 0.001 to 0.6)")  # fmt: skip
     add("--skip-rate", type=_rate, metavar="R", help="inputs of our kernels of which this share "
         "of blocks is skipped, 0 to 1; needs --shape")  # fmt: skip
-    add("--page-size", type=int, default=0, metavar="N", help="keys a page, 0 = contiguous "
-        "(default: 0)")  # fmt: skip
+    add("--page-size", type=_page, default=0, metavar="N", help="keys a page, a multiple of 16; "
+        "0 = contiguous (default: 0)")  # fmt: skip
     add("--dense", action="store_true", help="our kernels without a vote built in")
     add("--seeds", type=_count, default=None, metavar="N", help="schedules of each shape "
         "(default: 3)")  # fmt: skip
@@ -131,6 +131,20 @@ def _shape(text: str) -> tuple[int, ...]:
             f"{text!r}: 1 to {MAX_TOKENS} tokens, and q heads a multiple of kv heads"
         )
     return parts
+
+
+def _mag(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 126000.0:
+        raise argparse.ArgumentTypeError(f"MAG {text} is outside 0 < MAG <= 126000")
+    return value
+
+
+def _page(text: str) -> int:
+    value = int(text)
+    if value < 0 or value % 16:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 16 keys, nor 0")
+    return value
 
 
 def _rate(text: str) -> float:
