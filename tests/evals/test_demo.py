@@ -100,7 +100,7 @@ def test_what_does_not_fit_the_time_is_left_out_whole(tmp_path: Path, pid_file: 
     for text in (out, (tmp_path / "out" / "report.md").read_text()):
         assert "niah_single_2 scores 0 without a threshold too: read its gold NLL." in text
         assert "1 sample a cell: this shows that it works, not how accurate it is." in text
-        assert "docs/measurements/cpu.md" in text
+        assert "docs/measurements/cpu-attention.md" in text
     check_all_gone(pid_file, tmp_path)
 
 
