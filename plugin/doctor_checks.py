@@ -160,11 +160,13 @@ def _state(settings: Settings | None) -> tuple[DesiredState, list[Finding]]:
     return desired, [*findings, Finding("desired state", "ok", detail)]
 
 
-def _cpu_kernel() -> str:
+def _cpu_kernel() -> Finding:
     reasons = build.reasons()
     if reasons:
-        return f"not compiled, the slower cpu-torch runs: {'; '.join(reasons)}"
-    return f"compiled for vectors of {build.library().blasst_vector_bits()} bits"
+        detail = f"not compiled, the slower cpu-torch runs: {'; '.join(reasons)}"
+        return Finding("cpu kernel", "warning", detail, "mend what the reason names")
+    bits = build.library().blasst_vector_bits()
+    return Finding("cpu kernel", "ok", f"compiled for vectors of {bits} bits")
 
 
 def _implementation(settings: Settings, desired: DesiredState) -> Iterator[Finding]:
@@ -179,7 +181,7 @@ def _implementation(settings: Settings, desired: DesiredState) -> Iterator[Findi
         yield Finding("gpu", "ok", f"{name}, compute capability {major}.{minor}")
     else:
         yield Finding("gpu", "ok", "none that torch can use")
-        yield Finding("cpu kernel", "ok", _cpu_kernel())
+        yield _cpu_kernel()
     problem = Problem(
         head_dim=128,
         num_heads=32,
