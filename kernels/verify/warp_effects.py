@@ -11,8 +11,13 @@ from blasst.kernels.verify.operands import CONVERGE, DONE, Effect, Mask, Operand
 from blasst.kernels.verify.registers import LANES, Array
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from blasst.kernels.verify.block import Block
+    from blasst.kernels.verify.memory import Storage
     from blasst.kernels.verify.warp import Warp
+
+    _Lanes = Callable[[Warp], Array]
 
 LANE = np.arange(LANES)
 
@@ -184,26 +189,34 @@ def set_registers(ops: Operands) -> Effect:
     return run
 
 
-def _matrix_rows(lane_addresses: Array, count: int) -> Array:
-    """[count * 8] addresses of rows: lane 8 * i + r holds row r of matrix i."""
-    return lane_addresses[: 8 * count]
+def _row_lanes(ops: Operands, at: int, count: int) -> _Lanes:
+    """The addresses that the lanes of `count` matrices hold in operand `at`."""
+    place = ops.address(at)
+    return lambda warp: place(warp)[: 8 * count]
+
+
+def _matrix_rows(
+    ops: Operands, block: Block, warp: Warp, mask: Mask, lanes: _Lanes, *, writes: bool
+) -> tuple[Storage, Array]:
+    """Where the rows of the matrices are: lane 8 * i + r names row r of matrix i, 16 bytes."""
+    if not warp.converged(mask):
+        raise ops.error(warp, "lanes of the warp are not all here")
+    storage, at = block.memory.find("shared", lanes(warp), 16)
+    warp.touch(None)
+    if block.races is not None:
+        block.races.generic(warp, storage, at, 16, writes, ops.ins)
+    return storage, at
 
 
 def store_matrix(ops: Operands) -> Effect:
     """stmatrix of 8 x 8 matrices of 16 bits."""
     ops.allow("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "b16", *SPACES)
     count, transposed = int(ops.one_of("x1", "x2", "x4")[1]), "trans" in ops.modifiers
-    place = ops.address(0)
+    lanes = _row_lanes(ops, 0, count)
     sources = [ops.read(token, "b32") for token in ops.parts(1)]
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        if not warp.converged(mask):
-            raise ops.error(warp, "lanes of the warp are not all here")
-        at = _matrix_rows(place(warp), count)
-        storage, at = block.memory.find("shared", at, 16)
-        warp.touch(None)
-        if block.races is not None:
-            block.races.generic(warp, storage, at, 16, True, ops.ins)
+        storage, at = _matrix_rows(ops, block, warp, mask, lanes, writes=True)
         for i, source in enumerate(sources):
             matrix = source(warp).view(np.uint16).reshape(8, 8)
             matrix = matrix.T if transposed else matrix
@@ -218,17 +231,11 @@ def load_matrix(ops: Operands) -> Effect:
     """ldmatrix of 8 x 8 matrices of 16 bits."""
     ops.allow("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "b16", *SPACES)
     count, transposed = int(ops.one_of("x1", "x2", "x4")[1]), "trans" in ops.modifiers
-    place = ops.address(1)
+    lanes = _row_lanes(ops, 1, count)
     targets = [ops.write(token, "b32") for token in ops.parts(0)]
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        if not warp.converged(mask):
-            raise ops.error(warp, "lanes of the warp are not all here")
-        at = _matrix_rows(place(warp), count)
-        storage, at = block.memory.find("shared", at, 16)
-        warp.touch(None)
-        if block.races is not None:
-            block.races.generic(warp, storage, at, 16, False, ops.ins)
+        storage, at = _matrix_rows(ops, block, warp, mask, lanes, writes=False)
         for i, target in enumerate(targets):
             matrix = storage.load(at[8 * i : 8 * i + 8, None] + 2 * np.arange(8), 2)
             matrix = np.ascontiguousarray(matrix.T if transposed else matrix)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,6 @@ from blasst.evals.tasks import tasks
 
 pytestmark = pytest.mark.browser
 
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 THRESHOLDS = ("dense", "mag:7000.0", "mag:2500.0", "mag:1000.0")
 
 
@@ -52,28 +46,6 @@ def results(kind: str) -> Results:
                     record |= {"layers": [[n, 10, level * n // 8] for n in range(30)]}
                     records.append(record)
     return collect(records)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("no Chromium here: install the packages chromium and chromium-driver")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("no_proxy", "localhost,127.0.0.1")
-        patch.setenv("NO_PROXY", "localhost,127.0.0.1")
-        started = webdriver.Chrome(options=options, service=Service(driver))
-        yield started
-        started.quit()
 
 
 OUTSIDE = """
