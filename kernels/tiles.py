@@ -47,12 +47,14 @@ def partial_blocks(mask: BlockMask, request: Request, visited: torch.Tensor) -> 
 def mask_scores(
     call: Call, request: Request, scores: torch.Tensor, heads: range, rows: range, first_key: int
 ) -> torch.Tensor:
-    """bool like `scores` [heads, rows, keys]: what mask_mod lets each row see."""
+    """bool like `scores` [heads, rows, keys]: what mask_mod lets each row see. Keys beyond the end
+    are as the last one."""
     assert call.spec.block_mask is not None
     device = scores.device
     head = torch.arange(heads.start, heads.stop, device=device)[:, None, None]
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + request.context
     key = torch.arange(first_key, first_key + scores.shape[-1], device=device)
+    key = key.clamp(max=request.seqlen_k - 1)
     batch = torch.tensor(request.index, device=device)
     return call.spec.block_mask.mask_mod(batch, head, query, key).expand_as(scores)
 

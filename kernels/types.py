@@ -55,13 +55,14 @@ not change when a prompt is computed in chunks.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockMask:
-    """Which key blocks each query tile visits: FlexAttention's lists, int32.
+    """Which key blocks each query tile visits: FlexAttention's lists, int32. Immutable: what the
+    kernels make of it is kept with the object, so use one object for all layers and calls.
 
     counts: [batch or 1, num_heads or 1, m_blocks]; indices: the same with n_blocks appended, in any
     order. Partial blocks apply `mask_mod`, full ones do not (a block in both lists is partial);
-    blocks in neither list are not visited.
+    blocks in neither list are not visited. mask_mod is asked for tokens of the request only.
     Causality and the sequence's end apply on top, to both.
     """
 

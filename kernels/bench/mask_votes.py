@@ -102,8 +102,8 @@ def _ours(
         return lambda: prefill_attention(
             q[0], kv, ends, spec=spec, skip_lambda=threshold, counters=counters
         )
+    from blasst.kernels.block_lists import block_lists
     from blasst.kernels.triton.launch import prefill
-    from blasst.kernels.triton.lists import block_lists
 
     out = torch.empty_like(q[0])
     made = block_lists(check_call(q[0], kv, ends, spec, threshold, None, None))

@@ -54,6 +54,7 @@ class AttentionMask:
         )
         self._program = torch_program(mask, explicit_index=self.explicit_index)
         self._lists: dict[Geometry, BlockLists] = {}
+        self._blasst: dict[Geometry, BlockMask] = {}
         self._derived: dict[object, AttentionMask] = {}
         self._built = 0
         self._lock = threading.Lock()
@@ -140,23 +141,19 @@ class AttentionMask:
         )
 
     def blasst(self, geometry: Geometry) -> BlockMask:
-        """The form that prefill_attention takes: request i is row i of the batch.
-
-        Its kernels look at whole blocks: beyond the ends, the last token is asked for again.
-        """
+        """The form that prefill_attention takes: request i is row i of the batch. One object for
+        each geometry, so that what a kernel makes of it is made once."""
         forward = self.lists(geometry, backward=False).by_query
-        last_query, last_key, whole = self.seqlen_q - 1, self.seqlen_k - 1, self.mask_mod
-
-        def mask_mod(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
-            return whole(b, h, q.clamp(max=last_query), k.clamp(max=last_key))
-
-        return BlockMask(
-            mask_mod,
-            forward.partial_counts,
-            forward.partial_indices,
-            forward.full_counts,
-            forward.full_indices,
-        )
+        with self._lock:
+            if geometry not in self._blasst:
+                self._blasst[geometry] = BlockMask(
+                    self.mask_mod,
+                    forward.partial_counts,
+                    forward.partial_indices,
+                    forward.full_counts,
+                    forward.full_indices,
+                )
+            return self._blasst[geometry]
 
 
 def _mask_mod(program: Any, tensors: tuple[torch.Tensor, ...]) -> MaskMod:

@@ -40,7 +40,7 @@ def _load(at, exists, MASK: tl.constexpr):
 
 @triton.jit
 def _visible_bits(Bits, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """bool [TILE_M, TILE_N] of a partial block; all of it when tile < 0."""
+    """bool [TILE_M, TILE_N] of a block with bits; all of it when tile < 0."""
     WORDS: tl.constexpr = TILE_N // 32
     m, n = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     at = Bits + (tile.to(tl.int64) * TILE_M + m)[:, None] * WORDS + (n // 32)[None, :]
@@ -79,9 +79,10 @@ def _visit_block(
     # S = Q @ K.T
     s = tl.dot(q, k)
     if MASK:
-        visible = key[None, :] < reach[:, None]
         if LISTS:
-            visible = visible & _visible_bits(mask[0], mask[1], TILE_M, TILE_N)
+            visible = _visible_bits(mask[0], mask[1], TILE_M, TILE_N)
+        else:
+            visible = key[None, :] < reach[:, None]
         s = tl.where(visible, s, float("-inf"))
     block_max = tl.max(s, 1)
     keep = True
@@ -116,7 +117,7 @@ def prefill_kernel(
     PageTable,
     SkipLambda,
     Counters,
-    Lists,  # LISTS: (counts, blocks, tiles, bits, m_blocks, n_blocks), as lists.BlockLists
+    Lists,  # LISTS: block_lists.BlockLists as a tuple
     scale_log2,
     num_kv_heads,
     strides,  # q: (row, head, element); k, v: (page, row, head, element); out, lse, table
@@ -186,8 +187,8 @@ def prefill_kernel(
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     skipped = tl.zeros([], tl.int32)
     if LISTS:
-        counts, blocks, tiles, bits, m_blocks, max_blocks = Lists
-        at = (request * num_kv_heads * tl.num_programs(0) + head).to(tl.int64) * m_blocks + m
+        counts, blocks, tiles, bits, heads, m_blocks, max_blocks = Lists
+        at = (request * heads + head % heads).to(tl.int64) * m_blocks + m
         n_blocks = tl.load(counts + at)
         for i in tl.range(0, n_blocks):
             n = tl.load(blocks + at * max_blocks + i)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from blasst.kernels.block_lists import WORD, BlockLists, block_lists
 from blasst.kernels.call import Call
 from blasst.kernels.triton.config import (
     MIN_SHARED_MEMORY,
@@ -12,7 +13,6 @@ from blasst.kernels.triton.config import (
     device_shared_memory,
     own_geometry,
 )
-from blasst.kernels.triton.lists import WORD, BlockLists, block_lists
 from blasst.kernels.types import LOG2_E, Geometry, PagedKV, Problem, RaggedKV
 
 DTYPES = ("bfloat16", "float16")

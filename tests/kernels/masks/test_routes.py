@@ -186,8 +186,8 @@ def test_reference_and_cpu_skip_the_same_blocks_under_a_mask(
 @pytest.mark.parametrize("name", ["shared prefix", "strip thinking"])
 def test_triton_reference_and_cpu_agree(name: str) -> None:
     """One request, one skip map: the Triton kernel is interpreted where there is no GPU."""
+    from blasst.kernels.block_lists import block_lists
     from blasst.kernels.triton import launch
-    from blasst.kernels.triton.lists import block_lists
 
     mask = bind(MASKS[name], segments(2, 1, 300))
     q, k, v = (t[0].half() for t in levelled(6, mask))

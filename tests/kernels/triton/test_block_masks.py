@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from blasst.kernels.block_lists import block_lists
 from blasst.kernels.call import check_call
 from blasst.kernels.reference import run_reference
 from blasst.kernels.testing import block_mask_from
 from blasst.kernels.triton.launch import run
-from blasst.kernels.triton.lists import block_lists
 from blasst.kernels.types import AttentionSpec, BlockMask, Geometry, MaskMod
 
 pytest.importorskip("triton", reason="the Triton kernel needs triton")
@@ -136,9 +136,10 @@ def test_lists_name_blocks_from_right_to_left_and_bits_of_partial_ones(
     assert lists.counts[0, 0].tolist() == [4, 3, 3]
     assert lists.blocks[0, 0, 0, :4].tolist() == [3, 2, 1, 0]
     assert lists.blocks[0, 0, 2, :3].tolist() == [4, 3, 0]
-    # Rows 20 on are in document 2; block 3 starts with the last four keys of document 1.
+    # Rows 20 on are in document 2; block 3 starts with the last four keys of document 1, and with
+    # the key of row 16.
     first = lists.bits[int(lists.tiles[0, 0, 0, 0]), :, 0]
-    assert first.tolist() == [0b1111] * 20 + [-16] * 12
+    reach = [(1 << max(0, row - 15)) - 1 for row in range(32)]
+    assert first.tolist() == [r & (0b1111 if i < 20 else -16) for i, r in enumerate(reach)]
     # Block 3 lies in document 2 for rows 64 on, after its own first four keys.
     assert lists.bits[int(lists.tiles[0, 0, 2, 1]), 0, 0] == -16
-    assert lists.tiles[0, 0, 1, 0] == -1
