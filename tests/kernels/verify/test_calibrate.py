@@ -1,4 +1,4 @@
-"""The comparison with a recording, without the GPU that would record it."""
+"""Recordings and their comparison, without the GPU that would record."""
 
 from __future__ import annotations
 
@@ -8,35 +8,75 @@ import numpy as np
 import pytest
 import torch
 
-from blasst.kernels.verify import calibrate
-from blasst.kernels.verify.errors import VerifyError
-from blasst.kernels.verify.subject import Workbench
+from blasst.kernels.verify import calibrate, recording
+from blasst.kernels.verify.calibrate import agreement, units_apart
+from blasst.kernels.verify.recording import Device, Problem
+from blasst.kernels.verify.subject import Case, Workbench
 from blasst.kernels.verify.subjects import hopper
 
 
-def test_compare_measures_in_the_last_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def interpreted(problem: Problem, case: Case) -> None:
+    assert Workbench(hopper.subject(problem.config)).run(case, seed=9).ok
+
+
+def test_a_recording_is_compared_by_units_in_the_last_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
-    monkeypatch.setattr(calibrate, "PROBLEMS", {"vote": calibrate.PROBLEMS["vote"]})
-    config, shape = calibrate.PROBLEMS["vote"]
-    case = hopper.case(config, shape)
-    assert Workbench(hopper.subject(config)).run(case, seed=9).ok
-    kept = {f"vote/{name}": calibrate._numbers(t) for name, t in case.outputs.items()}
-    kept["vote/inputs"] = np.array(calibrate._digest(case))
-    np.savez(tmp_path / "same.npz", **kept)
-    agreements = calibrate.compare(tmp_path / "same.npz")
-    assert [(a.different, a.largest) for a in agreements] == [(0.0, 0.0)] * 3
-    assert calibrate.main(["compare", str(tmp_path / "same.npz")]) == 0
-    kept["vote/out"] = kept["vote/out"].copy()
-    value = torch.tensor(kept["vote/out"][0, 0, 0]).bfloat16()
-    bits = value.view(torch.int16) + 3
-    kept["vote/out"][0, 0, 0] = float(bits.view(torch.bfloat16))
-    np.savez(tmp_path / "off.npz", **kept)
-    (out,) = [a for a in calibrate.compare(tmp_path / "off.npz") if a.output == "out"]
-    assert 1.5 <= out.largest <= 6.0
+    problems = {"vote": recording.PROBLEMS["vote"]}
+    for module in (calibrate, recording):
+        monkeypatch.setattr(module, "PROBLEMS", problems)
+    monkeypatch.setattr(recording, "FUNCTIONS", ("rcp.approx.ftz.f32",))
+    monkeypatch.setattr(recording, "MANTISSAS", 1 << 12)
+    lines: list[str] = []
+    target = tmp_path / "same.npz"
+    device = Device("interpreter", lambda opcode, x: 1 / x, interpreted)
+    assert recording.record(target, device, lines.append) == 0
+    assert lines[-1] == "vote: equals the oracle"
+    assert calibrate.main(["compare", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("100.000% of") == 4
+    with np.load(target) as kept:
+        values = dict(kept)
+    values["vote/outputs/out"][0] ^= 12  # of the first value
+    np.savez(tmp_path / "off.npz", **values)
     assert calibrate.main(["compare", str(tmp_path / "off.npz")]) == 1
-    kept["vote/inputs"] = np.array("other")
-    np.savez(tmp_path / "other.npz", **kept)
-    with pytest.raises(VerifyError, match="other inputs"):
-        calibrate.compare(tmp_path / "other.npz")
+    (line,) = [t for t in capsys.readouterr().out.splitlines() if t.startswith("vote, out")]
+    assert line.endswith(("at most 4", "at most 12"))
+
+
+def test_what_fails_is_counted_and_the_rest_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(problem: Problem, case: Case) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(recording, "PROBLEMS", {})
+    monkeypatch.setattr(recording, "FUNCTIONS", ("rcp.approx.ftz.f32", "ex2.approx.ftz.f32"))
+    monkeypatch.setattr(recording, "MANTISSAS", 1 << 12)
+
+    def unary(opcode: str, x: torch.Tensor) -> torch.Tensor:
+        if opcode.startswith("ex2"):
+            raise RuntimeError("no device")
+        return torch.nextafter(1 / x, torch.tensor(9e9))
+
+    lines: list[str] = []
+    target = tmp_path / "half.npz"
+    assert recording.record(target, Device("none", unary, broken), lines.append) == 1
+    assert lines[-1] == "ex2.approx.ftz.f32: FAILED: RuntimeError: no device"
+    with np.load(target) as kept:
+        assert set(kept) == {"device", "functions/rcp.approx.ftz.f32"}
+        found = agreement("rcp", kept["functions/rcp.approx.ftz.f32"])
+    assert found.by_units == (0.0, 1.0, 0.0, 0.0)
+    assert str(found).startswith("rcp: 0.000% of ")
+    assert str(found).endswith("off 100.000% by 1; at most 1")
+
+
+def test_units() -> None:
+    a = torch.tensor([1.0, -0.0, 1e-8, -2.0, float("-inf")])
+    b = torch.tensor([1.0 + 2**-22, 0.0, -1e-8, -2.0 + 2**-22, float("-inf")])
+    assert units_apart(a, b).tolist() == [-2, 0, 0, -2, 0]
+    c = torch.tensor([1.0, -1.0, 0.0], dtype=torch.bfloat16)
+    d = torch.tensor([1 + 2**-7, -1 + 2**-8, -0.0], dtype=torch.bfloat16)
+    assert units_apart(c, d).tolist() == [-1, -1, 0]
+    assert units_apart(torch.tensor([5, 2]), torch.tensor([3, 2])).tolist() == [2, 0]
