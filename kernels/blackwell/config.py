@@ -75,7 +75,8 @@ class Config:
 
     cross_p: P of a tile is stored where the scores of the other one were. schedule, stages (of
     keys and of values): None = what is best. lazy_log2: how far, in
-    log2 units, a running maximum may rise before the output is rescaled.
+    log2 units, a running maximum may rise before the output is rescaled. block_mask: the blocks
+    to visit come in lists.
     """
 
     dtype: str
@@ -93,6 +94,7 @@ class Config:
     stages: tuple[int, int] | None = None
     lazy_log2: float = 8.0
     trace: bool = False
+    block_mask: bool = False
 
     @property
     def plan(self) -> Schedule:

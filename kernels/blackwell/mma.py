@@ -4,6 +4,7 @@ At visit i it issues S(i) = Q @ K.T and O += P(i - 1) @ V; skipped blocks lose o
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +13,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from blasst.kernels.blackwell.config import TILES, Config
 from blasst.kernels.blackwell.edges import Edges
+from blasst.kernels.block_lists import NONE
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.trace import NO_TRACE, Trace
 from blasst.kernels.instruments.steps import Step
@@ -34,9 +36,11 @@ class Operands:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """visits: blocks that the thread block visits; leads: how many of them each tile passes by.
+    """visits: blocks that the thread block visits; leads: how many of them each tile passes by
+    first.
 
-    kept: [tiles] in shared memory, whether the softmax warpgroup kept the block of p_full.
+    kept: [tiles] in shared memory, whether the softmax warpgroup kept the block of p_full. codes:
+    with a block mask, `visits.Ahead` over what the tiles see, one visit kept and one ahead.
     """
 
     config: Config
@@ -47,26 +51,31 @@ class Multiplier:
     visits: Int32
     leads: tuple[Int32, Int32]
     kept: cute.Tensor
+    codes: Any = None
     trace: Trace = NO_TRACE
 
     @cute.jit
     def multiply(self) -> None:
         order = self.config.plan.order
+        if cutlass.const_expr(self.config.block_mask):
+            self.codes.start()
         for tile in cutlass.range_constexpr(TILES):
             self.edges.edge("q_full", tile).wait(0)
         for kind, tile in order:
             if cutlass.const_expr(kind == "qk"):
                 self.issue_qk(tile, Int32(0), True)
         for i in cutlass.range(1, self.visits, unroll=1):
+            if cutlass.const_expr(self.config.block_mask):
+                self.codes.advance(i - 1)
             for kind, tile in order:
                 if cutlass.const_expr(kind == "qk"):
                     self.issue_qk(tile, i, False)
                 else:
-                    self.issue_pv(tile, i - 1)
+                    self.issue_pv(tile, i - 1, -1)
             self.trace.mark(Step.ISSUE, i)
         for kind, tile in order:
             if cutlass.const_expr(kind == "pv"):
-                self.issue_pv(tile, self.visits - 1)
+                self.issue_pv(tile, self.visits - 1, 0)
                 self.edges.edge("o_done", tile).commit(0)
 
     @cute.jit
@@ -77,22 +86,28 @@ class Multiplier:
             self.keys.wait(i)
         if cutlass.const_expr(self.config.cross_p and not first):
             self.edges.edge("s_free", tile).wait(i - 1)
-        if i >= self.leads[tile]:
+        if self.visited(tile, i, 0):
             k = o.k[None, None, None, self.keys.stage(i)]
             issue(o.mma_qk, o.scores[tile], o.q[None, None, None, tile], k, Boolean(False))
         self.edges.edge("s_full", tile).commit(i)
         if cutlass.const_expr(tile == TILES - 1):
             self.release(self.keys, i)
 
+    def visited(self, tile: int, i: Int32, offset: int) -> Boolean:
+        """Whether the tile visits the block of visit i. offset: of i to the list's visit."""
+        if self.config.block_mask:
+            return self.codes.entry(offset, tile) != NONE
+        return i >= self.leads[tile]
+
     @cute.jit
-    def issue_pv(self, tile: int, i: Int32) -> None:
+    def issue_pv(self, tile: int, i: Int32, offset: cutlass.Constexpr[int]) -> None:
         """O += P @ V of visit i, unless it is skipped."""
         o = self.operands
         if cutlass.const_expr(tile == 0):
             self.values.wait(i)
         self.edges.edge("o_ready", tile).wait(i)
         self.edges.edge("p_full", tile).wait(i)
-        keep = i >= self.leads[tile]
+        keep = self.visited(tile, i, offset)
         if cutlass.const_expr(self.config.vote):
             keep = keep & (self.kept[tile] != 0)
         if keep:

@@ -1,5 +1,6 @@
 """The kernel: 16 warps compute two tiles of 128 query rows of one head against all their keys."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -30,6 +31,7 @@ from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import Trace, start_trace
+from blasst.kernels.cute.visits import Lists, Visits, visits_at
 
 
 class Shared(NamedTuple):
@@ -53,6 +55,8 @@ class BlackwellPrefill:
     """q, out: [total_q, num_heads, head_dim]; k, v: [num_pages, page_size, num_kv_heads, head_dim],
     or [total_k, num_kv_heads, head_dim] when config.page_size is 0."""
 
+    tiles = (TILES, ROWS)
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = DTYPES[config.dtype]
@@ -71,6 +75,7 @@ class BlackwellPrefill:
         skip_lambda: cute.Tensor | None,
         counters: cute.Tensor | None,
         trace: cute.Tensor | None,
+        lists: Lists | None,
         scale_log2: Float32,
         max_seqlen_q: Int32,
         stream: cuda.CUstream,
@@ -87,6 +92,7 @@ class BlackwellPrefill:
             skip_lambda,
             counters,
             trace,
+            lists,
         )
         grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q)
         self.kernel(arrays, scale_log2, num_kv_heads).launch(
@@ -109,6 +115,13 @@ class BlackwellPrefill:
             tile_at(config, arrays, place.request, place.row + t * ROWS, ROWS) for t in range(TILES)
         )
         leads = tuple(tile.n_blocks - t.n_blocks for t in tiles)
+        listed = None
+        if cutlass.const_expr(config.block_mask):
+            group = place.row // config.tile_m
+            listed = visits_at(arrays.lists, place.request, place.head, group)
+            tile = replace(tile, n_blocks=listed.count())
+            tiles = tuple(replace(tiles[t], n_blocks=listed.own(t)) for t in range(TILES))
+            leads = tuple(listed.first(t) for t in range(TILES))
         shared = self.allocate(warp)
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem.iterator)
         if warp >= roles.mma:
@@ -116,14 +129,15 @@ class BlackwellPrefill:
             if warp == roles.mma:
                 if tile.n_blocks > 0:
                     trace = start_trace(arrays.trace, warp)
-                    self.multiplier(shared, base, (tile.n_blocks, leads), trace).multiply()
+                    products = (tile.n_blocks, leads, listed)
+                    self.multiplier(shared, base, products, trace).multiply()
                 cute.arch.relinquish_tmem_alloc_permit()
                 cute.arch.barrier(
                     barrier_id=config.teardown_barrier, number_of_threads=WARPGROUP + WARP
                 )
                 cute.arch.dealloc_tmem(base, tmem.COLUMNS)
             elif tile.n_blocks > 0:
-                self.produce(arrays, shared, tile, warp, place)
+                self.produce(arrays, shared, (tile, listed), warp, place)
         elif warp >= roles.correction:
             cute.arch.setmaxregister_decrease(registers.correction)
             self.correct(arrays, shared, tile.n_blocks, tiles, place)
@@ -131,7 +145,7 @@ class BlackwellPrefill:
             cute.arch.setmaxregister_increase(registers.softmax)
             for index in cutlass.range_constexpr(TILES):
                 if warp // 4 == index:
-                    job = (index, tiles[index], tile.n_blocks, leads[index])
+                    job = (index, tiles[index], tile.n_blocks, leads[index], listed)
                     self.soften(arrays, shared, job, place, scale_log2)
 
     @cute.jit
@@ -174,9 +188,16 @@ class BlackwellPrefill:
 
     @cute.jit
     def produce(
-        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        job: tuple[Tile, Visits | None],
+        warp: Int32,
+        place: Place,
     ) -> None:
+        """job: both tiles in one, and its visits when a block mask lists them."""
         config = self.config
+        tile, listed = job
         pages = None
         if cutlass.const_expr(config.page_size > 0):
             pages = arrays.page_table[place.request, None]
@@ -184,22 +205,22 @@ class BlackwellPrefill:
         q_full = shared.edges.edge("q_full", 0).barriers
         if warp == config.roles.keys:
             load_queries(arrays.q, shared.q, q_full, tile, place.head, config.query_bytes)
-            load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine)
+            load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine, visits=listed)
         if warp == config.roles.values:
-            load_blocks(config, arrays.v, shared.v, shared.values, tile, mine)
+            load_blocks(config, arrays.v, shared.v, shared.values, tile, mine, visits=listed)
 
     @cute.jit
     def soften(
         self,
         arrays: Arrays,
         shared: Shared,
-        job: tuple[int, Tile, Int32, Int32],
+        job: tuple[int, Tile, Int32, Int32, Visits | None],
         place: Place,
         scale_log2: Float32,
     ) -> None:
-        """job: index, tile, visits and lead of this softmax warpgroup."""
+        """job: index, tile, visits, lead and list of this softmax warpgroup."""
         config = self.config
-        index, tile, visits, lead = job
+        index, tile, visits, lead, listed = job
         row = cute.arch.thread_idx()[0] % WARPGROUP
         floor = -Float32.inf
         if cutlass.const_expr(config.vote):
@@ -222,6 +243,7 @@ class BlackwellPrefill:
             floor,
             cute.make_rmem_tensor(3, Float32),
             self.dtype,
+            listed,
             start_trace(arrays.trace, cute.arch.make_warp_uniform(cute.arch.warp_idx())),
         )
         skipped = softmax.attend()
@@ -265,12 +287,12 @@ class BlackwellPrefill:
         self,
         shared: Shared,
         base: cute.Pointer,
-        job: tuple[Int32, tuple[Int32, Int32]],
+        job: tuple[Int32, tuple[Int32, Int32], Visits | None],
         trace: Trace,
     ) -> Multiplier:
-        """job: visits, and the lead of each tile."""
+        """job: visits, the lead of each tile, and the list of a block mask."""
         config = self.config
-        visits, leads = job
+        visits, leads, listed = job
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shapes = (ROWS, config.tile_n), (ROWS, config.head_dim)
         mma_qk, mma_pv = (
@@ -312,6 +334,7 @@ class BlackwellPrefill:
             visits,
             leads,
             shared.kept,
+            None if listed is None else listed.codes_ahead(1, 1),
             trace,
         )
 

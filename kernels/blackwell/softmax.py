@@ -13,9 +13,11 @@ from cutlass import Boolean, Float32, Int32
 
 from blasst.kernels.blackwell.config import WARPGROUP, Config
 from blasst.kernels.blackwell.edges import Edges
+from blasst.kernels.block_lists import ALL, NONE
 from blasst.kernels.cute import tmem
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import NO_TRACE, Trace
+from blasst.kernels.cute.visits import hide
 from blasst.kernels.cute.vote import any_thread
 from blasst.kernels.instruments.steps import Step
 
@@ -28,8 +30,8 @@ class Softmax:
 
     scores, p: this warp's lanes. scale: [2 slots, rows] in shared memory: factors of the old
     output, and after the last visit the normaliser. kept: [tiles]. floor: log2(lambda), +inf for a
-    row that does not exist. state: registers [3], the row's true running maximum, the maximum that
-    its exponentials refer to, and their sum.
+    row that does not exist. listed: with a block mask, `visits.Visits`. state: registers [3], the
+    row's true running maximum, the maximum that its exponentials refer to, and their sum.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class Softmax:
     floor: Float32
     state: cute.Tensor
     element_type: Any
+    listed: Any = None
     trace: Trace = NO_TRACE
 
     @cute.jit
@@ -55,6 +58,20 @@ class Softmax:
         self.state[0], self.state[1], self.state[2] = -Float32.inf, -Float32.inf, Float32(0.0)
         if cutlass.const_expr(self.config.cross_p and self.index == 1):
             self.fall_behind()
+        skipped = Int32(0)
+        if cutlass.const_expr(self.config.block_mask):
+            skipped = self.visit_listed()
+        else:
+            skipped = self.visit_all()
+        if self.visits > 1:
+            # The slot was read: nothing else says so after the last scores.
+            self.edges.edge("o_ready", self.index).wait(self.visits - 2)
+        self.send_scale(self.normaliser(), self.visits)
+        return skipped
+
+    @cute.jit
+    def visit_all(self) -> Int32:
+        """Every block up to the last one that a row sees; returns the number of skipped ones."""
         for i in cutlass.range(self.lead, unroll=1):
             self.pass_by(i)
         skipped = Int32(0)
@@ -63,10 +80,24 @@ class Softmax:
             skipped += 1 - Int32(self.visit(i, True))
         for i in cutlass.range(first_full, self.visits, unroll=1):
             skipped += 1 - Int32(self.visit(i, False))
-        if self.visits > 1:
-            # The slot was read: nothing else says so after the last scores.
-            self.edges.edge("o_ready", self.index).wait(self.visits - 2)
-        self.send_scale(self.normaliser(), self.visits)
+        return skipped
+
+    @cute.jit
+    def visit_listed(self) -> Int32:
+        """The blocks of the list, those of the other tile included; as visit_all."""
+        skipped = Int32(0)
+        codes = self.listed.codes_ahead(0, 1)
+        codes.start()
+        for i in cutlass.range(self.visits, unroll=1):
+            code = codes.entry(0, self.index)
+            if code == NONE:
+                self.pass_by(i)
+            elif code == ALL:
+                skipped += 1 - Int32(self.visit(i, False))
+            else:
+                words = self.listed.words(code, self.row)
+                skipped += 1 - Int32(self.visit(i, True, words))
+            codes.advance(i)
         return skipped
 
     @cute.jit
@@ -85,11 +116,11 @@ class Softmax:
         self.edges.edge("p_full", self.index).arrive(i)
 
     @cute.jit
-    def visit(self, i: Int32, masked: cutlass.Constexpr[bool]) -> Boolean:
-        """Returns whether the block was kept."""
+    def visit(self, i: Int32, masked: cutlass.Constexpr[bool], words: Any = None) -> Boolean:
+        """Returns whether the block was kept. words: with a block mask, what the row sees."""
         self.edges.edge("s_full", self.index).wait(i)
         self.trace.mark(Step.WAIT_SCORES, i)
-        scores, largest = self.read_scores(i, masked)
+        scores, largest = self.read_scores(i, masked, words)
         self.trace.mark(Step.MAX, i)
         kept = self.vote(largest, i)
         self.trace.mark(Step.VOTE, i)
@@ -106,7 +137,9 @@ class Softmax:
         return kept
 
     @cute.jit
-    def read_scores(self, i: Int32, masked: cutlass.Constexpr[bool]) -> tuple[cute.Tensor, Float32]:
+    def read_scores(
+        self, i: Int32, masked: cutlass.Constexpr[bool], words: Any
+    ) -> tuple[cute.Tensor, Float32]:
         """Masked scores and the largest of them; their columns are free at once."""
         width, tile_n = self.config.plan.read_columns, self.config.tile_n
         scores = cute.make_rmem_tensor(tile_n, Float32)
@@ -115,7 +148,9 @@ class Softmax:
             tmem.load(parts[None, part], self.scores + part * width)
         tmem.wait_loads()
         self.release_scores(i)
-        if cutlass.const_expr(masked):
+        if cutlass.const_expr(words is not None):
+            hide(scores, words)
+        elif cutlass.const_expr(masked):
             self.mask(scores, (self.visits - 1 - i) * tile_n)
         return scores, row_max(scores)
 
@@ -171,6 +206,9 @@ class Softmax:
         kept = Boolean(True)
         if cutlass.const_expr(self.config.vote):
             veto = (largest - self.state[0]) * self.scale_log2 >= self.floor
+            if cutlass.const_expr(self.config.block_mask):
+                # Lambda 0 keeps even what nobody sees, where a row that has seen nothing has NaN.
+                veto = veto | (self.floor == -Float32.inf)
             barrier = self.config.vote_barriers[self.index]
             kept = any_thread(veto | (i == self.lead), barrier, WARPGROUP)
             # The vote of the warp tells the compiler that the branches on it are uniform.

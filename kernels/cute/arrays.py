@@ -20,7 +20,7 @@ class Arrays(NamedTuple):
 
     lse: [num_heads, total_q]; key_lengths: [batch], or cumulative [batch + 1] for ragged keys;
     page_table: [batch, max_pages]; skip_lambda: [batch]; counters: [num_kv_heads, 2];
-    trace: as `trace.start_trace` takes it.
+    trace: as `trace.start_trace` takes it; lists: of a block mask, `visits.Lists`.
     """
 
     q: Source
@@ -30,10 +30,11 @@ class Arrays(NamedTuple):
     lse: cute.Tensor
     cu_seqlens_q: cute.Tensor
     key_lengths: cute.Tensor
-    page_table: Any  # None, like the next three, when the Config has no use for it
+    page_table: Any  # None, like the next four, when the Config has no use for it
     skip_lambda: Any
     counters: Any
     trace: Any
+    lists: Any
 
 
 class Place(NamedTuple):

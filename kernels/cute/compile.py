@@ -7,8 +7,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
+from blasst.kernels.block_lists import WORD
 from blasst.kernels.cute.arrays import DTYPES
 from blasst.kernels.cute.trace import STEPS
+from blasst.kernels.cute.visits import Lists
 
 TMA_ALIGNMENT = 8  # elements of 16 bits
 
@@ -16,7 +18,8 @@ TMA_ALIGNMENT = 8  # elements of 16 bits
 def compile_kernel(kernel: Any) -> Any:
     """The function of kernel.__call__ without its stream: the current one is used.
 
-    kernel: an object with a `config` and the arguments of HopperPrefill.__call__.
+    kernel: an object with a `config` and the arguments of HopperPrefill.__call__. tiles: of query
+    rows that vote by themselves, (how many, rows of each).
     """
     config = kernel.config
     dtype = DTYPES[config.dtype]
@@ -42,11 +45,25 @@ def compile_kernel(kernel: Any) -> Any:
         _fake(cutlass.Float32, (batch,)) if config.vote else None,
         _fake(cutlass.Int64, (num_kv_heads, 2)) if config.count else None,
         _fake(cutlass.Int64, (cute.sym_int(), cute.sym_int(), STEPS)) if config.trace else None,
+        _lists(kernel.tiles, config.tile_n, batch, num_heads) if config.block_mask else None,
         cutlass.Float32(1.0),
         cutlass.Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )
+
+
+def _lists(tiles: tuple[int, int], tile_n: int, batch: Any, num_heads: Any) -> Lists:
+    count, rows = tiles
+    at = (batch, num_heads, cute.sym_int())
+    n_blocks = cute.sym_int()
+    shapes = (
+        (*at, 1 + 2 * count),
+        (*at, n_blocks),
+        (*at, n_blocks, count),
+        (cute.sym_int(), rows, tile_n // WORD),
+    )
+    return Lists(*(_fake(cutlass.Int32, shape) for shape in shapes))
 
 
 def _fake(dtype: Any, shape: tuple[Any, ...], divisibility: int = 1) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from blasst.kernels.block_lists import GroupLists
 from blasst.kernels.call import Call
 from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.types import LOG2_E, PagedKV, Problem, RaggedKV
@@ -20,7 +21,8 @@ class Inputs:
     """Of one launch, as in `prefill_attention`, values unchecked; `out` is filled.
 
     max_seqlen_q: query rows of the longest request or more; skip_lambda is read on the device when
-    the kernel runs. trace: as `trace.start_trace` takes it.
+    the kernel runs. trace: as `trace.start_trace` takes it. lists: of a block mask, for the tiles
+    of a thread block.
     """
 
     q: torch.Tensor
@@ -33,6 +35,7 @@ class Inputs:
     skip_lambda: torch.Tensor | None
     counters: torch.Tensor | None
     trace: torch.Tensor | None = None
+    lists: GroupLists | None = None
 
     @classmethod
     def of(cls, call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> Inputs:
@@ -58,6 +61,7 @@ class Inputs:
             "page_size": self.kv.k.shape[1] if isinstance(self.kv, PagedKV) else 0,
             "vote": vote,
             "count": vote and self.counters is not None,
+            "block_mask": self.lists is not None,
         }
 
     def start(self, reasons: list[str], compiled: Callable[[], Any]) -> torch.Tensor:
@@ -82,10 +86,22 @@ class Inputs:
             self.skip_lambda.float() if self.skip_lambda is not None else None,
             self.counters if vote else None,
             self.trace,
+            None if self.lists is None else for_each_head(self.lists, q.shape[1]),
             self.softmax_scale * LOG2_E,
             self.max_seqlen_q,
         )
         return lse
+
+
+def for_each_head(lists: GroupLists, num_heads: int) -> GroupLists:
+    """Views with a row for each q head, as the device code reads them."""
+    batch, _, rows = lists.spans.shape[:3]
+    shape = (batch, num_heads, rows)
+    named = {
+        name: getattr(lists, name).expand(*shape, *getattr(lists, name).shape[3:])
+        for name in ("spans", "blocks", "codes")
+    }
+    return lists._replace(**named)
 
 
 def problem_choices(problem: Problem) -> dict[str, Any]:
@@ -97,6 +113,7 @@ def problem_choices(problem: Problem) -> dict[str, Any]:
         "page_size": problem.page_size or 0,
         "vote": problem.vote,
         "count": problem.vote,
+        "block_mask": problem.block_mask,
     }
 
 

@@ -57,9 +57,11 @@ def load_blocks(
     tile: Tile,
     place: tuple[int, Int32, cute.Tensor | None],
     trace: Trace = NO_TRACE,
+    visits: Any = None,
 ) -> None:
     """Its share of all blocks of keys or values that the tile visits.
 
+    visits: which they are, `visits.Visits`; None: all of them, from right to left.
     place: which of the config.loaders this warp is, kv head, the request's row of the page table.
     Thread blocks of a cluster bring a part of the windows each, to all of them.
     Keys beyond the end are 0, but a window without any key gets the request's last one.
@@ -70,14 +72,23 @@ def load_blocks(
     if cutlass.const_expr(ring.peers > 1):
         first = cute.arch.block_in_cluster_idx()[0] * windows
         mask = Int16((1 << ring.peers) - 1)
-    page = Int32(0)
+    page, next_n = Int32(0), tile.n_blocks - 1
+    listed: Any = None
+    if cutlass.const_expr(visits is not None):
+        # The pages of the next visit are read now, so its block is known since the last one.
+        listed = visits.blocks_ahead(2)
+        listed.start()
+        next_n = listed.entry(0)
     if cutlass.const_expr(pages is not None):
-        page = read_pages(config, pages, tile, tile.n_blocks - 1)
+        page = read_pages(config, pages, tile, next_n)
     for visit in cutlass.range(tile.n_blocks, unroll=1):
         n = tile.n_blocks - 1 - visit
+        next_n = n - 1
+        if cutlass.const_expr(visits is not None):
+            n, next_n = listed.entry(0), listed.entry(1)
         next_page = Int32(0)
         if cutlass.const_expr(pages is not None):
-            next_page = read_pages(config, pages, tile, n - 1)
+            next_page = read_pages(config, pages, tile, next_n)
         barrier = ring.acquire(visit)
         trace.mark(Step.WAIT_EMPTY, visit)
         stage = smem[None, None, ring.stage(visit)]
@@ -96,6 +107,8 @@ def load_blocks(
                 copy_from_page(config, source, (from_page, valid), target, barrier, mask)
         trace.mark(Step.LOAD, visit)
         page = next_page
+        if cutlass.const_expr(visits is not None):
+            listed.advance(visit)
 
 
 @cute.jit

@@ -25,7 +25,8 @@ class Config:
 
     warpgroups: consumers, each with ROWS query rows. early: steps of 16 keys whose exponentials
     come before the wait for the last P @ V. cluster: thread blocks, of heads of one group, that
-    bring each other parts of the keys and values. trace: clocks are recorded.
+    bring each other parts of the keys and values. trace: clocks are recorded. block_mask: the
+    blocks to visit come in lists.
     """
 
     dtype: str
@@ -42,6 +43,7 @@ class Config:
     early: int = 8
     cluster: int = 1
     trace: bool = False
+    block_mask: bool = False
 
     def cluster_for(self, heads_of_a_group: int) -> int:
         """Two where it measured best: each thread block then issues half of the copies."""

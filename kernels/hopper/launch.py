@@ -60,14 +60,21 @@ def _compiled(config: Config) -> Any:
 
 
 def config_for(
-    dtype: str, head_dim: int, *, causal: bool, page_size: int, vote: bool, count: bool
+    dtype: str,
+    head_dim: int,
+    *,
+    causal: bool,
+    page_size: int,
+    vote: bool,
+    count: bool,
+    block_mask: bool = False,
 ) -> Config:
     """The fastest of the measured configurations. page_size 0 = ragged keys.
 
     The number of heads decides Config.cluster, which is left at 1.
     """
     tuned = TUNED.get((head_dim, vote), {})
-    return Config(dtype, head_dim, causal, page_size, vote, count, **tuned)
+    return Config(dtype, head_dim, causal, page_size, vote, count, block_mask=block_mask, **tuned)
 
 
 def config_reasons(config: Config) -> list[str]:

@@ -25,6 +25,7 @@ from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.softmax import Softmax
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import Step, start_trace
+from blasst.kernels.cute.visits import Lists
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
 from blasst.kernels.hopper.consume import Consumer, Operands
 from blasst.kernels.hopper.epilogue import store_output
@@ -65,6 +66,7 @@ class HopperPrefill:
         skip_lambda: cute.Tensor | None,
         counters: cute.Tensor | None,
         trace: cute.Tensor | None,
+        lists: Lists | None,
         scale_log2: Float32,
         max_seqlen_q: Int32,
         stream: cuda.CUstream,
@@ -81,6 +83,7 @@ class HopperPrefill:
             skip_lambda,
             counters,
             trace,
+            lists,
         )
         grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q)
         self.kernel(arrays, scale_log2, num_kv_heads).launch(

@@ -66,7 +66,8 @@ def prefill_case(kernel: Kernel, shape: Shape) -> Case:
     scale = q.shape[2] ** -0.5
     arguments = [
         q, kv.k, kv.v, out, lse, cu_q, lengths, table, lambdas if kernel.vote else None,
-        counters if kernel.count else None, None, scale * LOG2_E, max(n for n, _ in shape.seqlens),
+        counters if kernel.count else None, None, None, scale * LOG2_E,
+        max(n for n, _ in shape.seqlens),
     ]  # fmt: skip
     check = _checker(kernel, shape, (q, kv, cu_q, lambdas), outputs)
     return Case(_name(kernel, shape), arguments, inputs, outputs, check)
