@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blasst.kernels.exchange.desired import DesiredState
+from blasst.kernels.exchange.schedule import Schedule, Threshold, threshold_at
 from blasst.kernels.threshold import (
     LAMBDA_MAX,
     SkipThreshold,
@@ -58,9 +59,25 @@ def parse_wish(extra_args: Mapping[str, Any] | None) -> Wish:
 class Deployment:
     """What holds for requests that ask for nothing. Precedence: desired file > environment."""
 
-    threshold: SkipThreshold | None
+    threshold: Threshold | None
     min_context: int
     generation: int
+
+    @property
+    def skips(self) -> bool:
+        """A threshold is in force for prompts of some length."""
+        if isinstance(self.threshold, Schedule):
+            return not self.threshold.all_dense
+        return self.threshold is not None
+
+    def at(self, prompt_tokens: int) -> SkipThreshold | None:
+        """What holds for a prompt of this length, min_context left aside."""
+        return threshold_at(self.threshold, prompt_tokens)
+
+    def class_lambda(self, prompt_tokens: int) -> float | None:
+        """lambda in force for a prompt of this length; None = dense."""
+        threshold = self.at(prompt_tokens) if prompt_tokens >= self.min_context else None
+        return None if threshold is None else _lambda(threshold, prompt_tokens)
 
     @classmethod
     def of(cls, desired: DesiredState, settings: Settings) -> Deployment:
@@ -82,7 +99,7 @@ def decide(
     Raises AdmissionError when a threshold is in force that the engine cannot honour: running
     dense instead would be silent.
     """
-    threshold = deployment.threshold if wish is None else None if wish == "off" else wish
+    threshold = deployment.at(prompt_tokens) if wish is None else None if wish == "off" else wish
     if threshold is None:
         return Stamp(None, deployment.generation)
     if refusal is not None:

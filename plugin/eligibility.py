@@ -35,49 +35,65 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One layer's line in the table. impl None = vLLM's stock path, for these reasons."""
+    """One layer's line in the table. impl None = vLLM's stock path, for these reasons; kind: the
+    first of them as metrics name it, one of LAYER_REASONS."""
 
     name: str
     impl: str | None
     reasons: tuple[str, ...]
     problem: Problem | None = field(default=None, compare=False)
+    kind: str = field(default="kernel", compare=False)
 
 
 def layer_reasons(facts: LayerFacts) -> list[str]:
     """Why the layer's attention is not what the kernels compute, whichever kernel it is."""
+    return [text for _, text in _layer_reasons(facts)]
+
+
+def _layer_reasons(facts: LayerFacts) -> list[tuple[str, str]]:
+    """(one of LAYER_REASONS, in words)."""
     if facts.backend != OUR_BACKEND:
-        return [f"vLLM gave it the backend {facts.backend}"]
-    reasons = []
-    if facts.layer_class != "Attention":
-        reasons.append(f"it is a {facts.layer_class}, not plain self-attention")
-    if facts.attn_type != "decoder":
-        reasons.append(f"{facts.attn_type} attention")
-    if facts.sliding_window is not None:
-        reasons.append(f"sliding window of {facts.sliding_window} tokens")
-    if facts.soft_cap:
-        reasons.append(f"logit soft cap {facts.soft_cap:g}")
-    if facts.sinks:
-        reasons.append("attention sinks")
-    if facts.alibi:
-        reasons.append("ALiBi")
-    if facts.kv_cache_dtype not in PLAIN_KV_DTYPES:
-        reasons.append(f"the KV cache is quantised ({facts.kv_cache_dtype})")
-    if facts.cache_isa not in (None, VEC_ISA):
-        reasons.append(
-            f"this CPU's cache layout is {facts.cache_isa!r}, only {VEC_ISA!r} can be read in place"
-        )
-    return reasons
+        return [("other_backend", f"vLLM gave it the backend {facts.backend}")]
+    isa = facts.cache_isa
+    found = [
+        (
+            "layer_class",
+            facts.layer_class != "Attention",
+            f"it is a {facts.layer_class}, not plain self-attention",
+        ),
+        ("attention_type", facts.attn_type != "decoder", f"{facts.attn_type} attention"),
+        (
+            "sliding_window",
+            facts.sliding_window is not None,
+            f"sliding window of {facts.sliding_window} tokens",
+        ),
+        ("soft_cap", bool(facts.soft_cap), f"logit soft cap {facts.soft_cap:g}"),
+        ("sinks", facts.sinks, "attention sinks"),
+        ("alibi", facts.alibi, "ALiBi"),
+        (
+            "kv_cache_dtype",
+            facts.kv_cache_dtype not in PLAIN_KV_DTYPES,
+            f"the KV cache is quantised ({facts.kv_cache_dtype})",
+        ),
+        (
+            "cache_layout",
+            isa not in (None, VEC_ISA),
+            f"this CPU's cache layout is {isa!r}, only {VEC_ISA!r} can be read in place",
+        ),
+    ]
+    return [(kind, text) for kind, holds, text in found if holds]
 
 
 def judge(facts: LayerFacts, engine_wide: Sequence[str], impl: str) -> Verdict:
     """The verdict on one layer. `engine_wide`: reasons that hold for all layers."""
-    reasons = [*layer_reasons(facts), *engine_wide]
+    found = [*_layer_reasons(facts), *(("engine", text) for text in engine_wide)]
     chosen = None
     if facts.problem is not None:
         chosen, against = chosen_impl(facts.problem, impl)
-        reasons += against
-    named = None if reasons or chosen is None else str(chosen)
-    return Verdict(facts.name, named, tuple(reasons), facts.problem)
+        found += [("kernel", text) for text in against]
+    named = None if found or chosen is None else str(chosen)
+    reasons = tuple(text for _, text in found)
+    return Verdict(facts.name, named, reasons, facts.problem, found[0][0] if found else "kernel")
 
 
 def judge_all(layers: Mapping[str, Any], vllm_config: Any, impl: str) -> list[Verdict]:

@@ -7,6 +7,7 @@ convergence shows while no request comes, and admission never waits for a file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -19,7 +20,9 @@ from blasst.kernels.exchange.layout import (
     FRONT,
     LAMBDA_CLASSES,
     LENGTH_CLASSES,
+    LENGTH_EDGES,
     RANK,
+    REQUEST_REASONS,
     TTFT_BUCKETS_S,
     front_fields,
     lambda_class,
@@ -35,6 +38,29 @@ from blasst.plugin.stamp import Stamp
 
 _BUCKETS = len(TTFT_BUCKETS_S) + 1
 _CELLS = len(LAMBDA_CLASSES) * len(LENGTH_CLASSES)
+_LONGEST = (*LENGTH_EDGES, LENGTH_EDGES[-1] + 1)
+"""Prompt tokens that stand for each length class where a lambda is shown for it."""
+
+
+class _Times:
+    """Seconds, counted into the flat tables of a front page."""
+
+    def __init__(self) -> None:
+        self.count = array("q", bytes(8 * _CELLS))
+        self.sum = array("d", bytes(8 * _CELLS))
+        self.bucket = array("q", bytes(8 * _CELLS * _BUCKETS))
+
+    def add(self, at: int, seconds: float) -> None:
+        self.count[at] += 1
+        self.sum[at] += seconds
+        self.bucket[at * _BUCKETS + ttft_bucket(seconds)] += 1
+
+    def arrays(self, name: str) -> dict[str, bytes]:
+        return {
+            f"{name}_count": self.count.tobytes(),
+            f"{name}_sum_seconds": self.sum.tobytes(),
+            f"{name}_bucket": self.bucket.tobytes(),
+        }
 
 
 def cell(stamp: Stamp, prompt_tokens: int) -> int:
@@ -63,9 +89,9 @@ class FrontEnd:
         self._reader = DesiredReader(settings.state_dir) if settings.state_dir else None
         self._lock = threading.Lock()
         self._admitted = array("q", bytes(8 * _CELLS))
-        self._ttft_count = array("q", bytes(8 * _CELLS))
-        self._ttft_sum = array("d", bytes(8 * _CELLS))
-        self._ttft_bucket = array("q", bytes(8 * _CELLS * _BUCKETS))
+        self._ttft = _Times()
+        self._prefill = _Times()
+        self._dense = dict.fromkeys(REQUEST_REASONS, 0)
         self._rejected = 0
         self._generation_stamped = 0
         self._dirty = True
@@ -95,7 +121,17 @@ class FrontEnd:
                 f"{wish} cannot hold for streamed input, whose prompt has no final length; send "
                 "it without blasst_*, or the prompt as a whole"
             )
+        if wish is None:
+            self.count_dense("streamed_input")
         return "off"
+
+    def count_dense(self, reason: str) -> None:
+        """A request that runs dense, if a threshold is in force for the deployment; reason: of
+        REQUEST_REASONS."""
+        if Deployment.of(self._desired(), self.settings).skips:
+            with self._lock:
+                self._dense[reason] += 1
+                self._dirty = True
 
     def admit(self, wish: Wish, prompt_tokens: int) -> Stamp:
         """The stamp of a request. Raises AdmissionError, counted."""
@@ -105,7 +141,10 @@ class FrontEnd:
         except AdmissionError:
             self._reject()
             raise
+        asked = deployment.at(prompt_tokens) if wish is None else wish
         with self._lock:
+            if stamp.skip_lambda is None and asked not in (None, "off"):
+                self._dense["below_min_context"] += 1
             self._admitted[cell(stamp, prompt_tokens)] += 1
             self._generation_stamped = stamp.generation
             self._dirty = True
@@ -114,9 +153,13 @@ class FrontEnd:
     def first_token(self, at: int, seconds: float) -> None:
         """Count one time to first token under the cell `at`."""
         with self._lock:
-            self._ttft_count[at] += 1
-            self._ttft_sum[at] += seconds
-            self._ttft_bucket[at * _BUCKETS + ttft_bucket(seconds)] += 1
+            self._ttft.add(at, seconds)
+            self._dirty = True
+
+    def prefill(self, at: int, seconds: float) -> None:
+        """Count one time from first being scheduled to the first token."""
+        with self._lock:
+            self._prefill.add(at, seconds)
             self._dirty = True
 
     def close(self) -> None:
@@ -133,7 +176,7 @@ class FrontEnd:
     def _why_not(self, wish: Wish, deployment: Deployment) -> str | None:
         if self.refusal is not None:
             return self.refusal
-        if wish == "off" or (wish is None and deployment.threshold is None):
+        if wish == "off" or (wish is None and not deployment.skips):
             return None
         if not self._saw_ranks:
             self._look_at_ranks()
@@ -200,14 +243,15 @@ class FrontEnd:
     def _arrays(self, desired: DesiredState) -> dict[str, Any]:
         deployment = Deployment.of(desired, self.settings)
         threshold = deployment.threshold
-        skip_lambda = (
-            math.nan if threshold is None or threshold.unit == "scale" else threshold.skip_lambda()
-        )
+        skip_lambda = math.nan
+        if isinstance(threshold, SkipThreshold) and threshold.unit != "scale":
+            skip_lambda = threshold.skip_lambda()
         arrays: dict[str, Any] = {
             "generation_read": desired.generation,
             "desired_read_errors": self._reader.errors if self._reader is not None else 0,
             "threshold_lambda": skip_lambda,
             "threshold_mag": lambda_to_mag(skip_lambda) if skip_lambda > 0 else math.nan,
+            "threshold_classes": _class_lambdas(deployment),
         }
         with self._lock:
             arrays["generation_stamped"] = self._generation_stamped
@@ -215,10 +259,15 @@ class FrontEnd:
                 self._dirty = False
                 arrays["requests_rejected"] = self._rejected
                 arrays["requests_admitted"] = self._admitted.tobytes()
-                arrays["ttft_count"] = self._ttft_count.tobytes()
-                arrays["ttft_sum_seconds"] = self._ttft_sum.tobytes()
-                arrays["ttft_bucket"] = self._ttft_bucket.tobytes()
+                arrays["requests_dense"] = tuple(self._dense.values())
+                arrays |= self._ttft.arrays("ttft") | self._prefill.arrays("prefill")
         return arrays
+
+
+@functools.lru_cache(maxsize=8)
+def _class_lambdas(deployment: Deployment) -> tuple[float, ...]:
+    found = [deployment.class_lambda(tokens) for tokens in _LONGEST]
+    return tuple(math.nan if skip_lambda is None else skip_lambda for skip_lambda in found)
 
 
 def _open_page(folder: Path | None, model_name: str, vllm_version: str) -> StatsWriter | None:

@@ -105,8 +105,10 @@ def _admit(stock: Method) -> Method:
         except AdmissionError as e:
             raise _refused(e) from None
         request = stock(self, request_id, prompt, params, *args, **kwargs)
-        if request.sampling_params is not None:  # else pooling
+        if request.sampling_params is not None:
             _stamp(front, wish, request)
+        else:
+            front.count_dense("pooling")
         return request
 
     return process_inputs
@@ -166,12 +168,20 @@ def _remember(stock: Method) -> Method:
 def _watch_first_tokens(stock: Method) -> Method:
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         front: FrontEnd | None = getattr(self, _ATTRIBUTE, None)
+        first = []
         if front is not None:
             for output in engine_core_outputs:
                 state = self.request_states.get(output.request_id)
                 if state is not None and _ATTRIBUTE in state.__dict__ and output.new_token_ids:
                     at, arrived = state.__dict__.pop(_ATTRIBUTE)
                     front.first_token(at, time.time() - arrived)
-        return stock(self, engine_core_outputs, *args, **kwargs)
+                    first.append((at, state))
+        result = stock(self, engine_core_outputs, *args, **kwargs)
+        for at, state in first:
+            # vLLM keeps its own times only where it logs statistics; the call above set them.
+            times = getattr(state, "stats", None)
+            if front is not None and times is not None and times.scheduled_ts > 0:
+                front.prefill(at, max(0.0, times.first_token_ts - times.scheduled_ts))
+        return result
 
     return process_outputs

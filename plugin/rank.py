@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blasst.kernels.exchange.layout import RANK, RANK_COUNTERS, rank_fields
+from blasst.kernels.exchange.layout import LAYER_REASONS, RANK, RANK_COUNTERS, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter, free_name
 from blasst.kernels.stats import SkipCounters
+from blasst.kernels.types import Geometry
 from blasst.plugin.log import logger
 from blasst.plugin.stamp import read_stamp
 
@@ -31,7 +32,8 @@ _LAST_COPY_S = 1.0
 
 @dataclass(frozen=True)
 class RankShape:
-    """Where this worker stands, and the part of the model it holds."""
+    """Where this worker stands, and the part of the model it holds. geometry: what votes as one;
+    None where layers differ in it. layers_dense: layers for each of LAYER_REASONS."""
 
     engine: str
     rank: str
@@ -42,6 +44,9 @@ class RankShape:
     first_kv_head: int = 0
     impl: str = ""
     refusal: str = ""
+    geometry: Geometry | None = None
+    layers_voting: int = 0
+    layers_dense: tuple[int, ...] = (0,) * len(LAYER_REASONS)
 
 
 class Rank:
@@ -62,6 +67,7 @@ class Rank:
         self.counts = dict.fromkeys(RANK_COUNTERS, 0)
         self._step: dict[str, int] = {}
         self._lambdas: dict[str, float] = {}
+        self.generation_seen = 0
         self._unstamped_seen = False
         self._voted = False
         self._ended = 0, dict(self.counts)  # copies of the tiles that were begun, and the counts
@@ -83,6 +89,8 @@ class Rank:
             if request.sampling_params is None:  # pooling
                 continue
             stamp = read_stamp(request.sampling_params.extra_args)
+            if stamp is not None:
+                self.generation_seen = max(self.generation_seen, stamp.generation)
             if stamp is None:
                 self._unstamped(request.req_id)
             elif stamp.skip_lambda is not None and not self.shape.refusal:
@@ -145,7 +153,9 @@ class Rank:
             if number < copies:
                 counts = noted
             if number or not copies:
-                self._page.update(tiles=tiles.numpy().tobytes(), **counts)
+                self._page.update(
+                    tiles=tiles.numpy().tobytes(), generation_seen=self.generation_seen, **counts
+                )
             if number >= copies:
                 self._written = ended
             return number >= copies
@@ -198,12 +208,16 @@ def _open_page(folder: Path | None, shape: RankShape) -> StatsWriter | None:
         "first_kv_head": str(shape.first_kv_head),
         "refusal": shape.refusal,
     }
+    if shape.geometry is not None:
+        labels |= {"tile_m": str(shape.geometry.tile_m), "tile_n": str(shape.geometry.tile_n)}
     base = f"rank-{shape.engine}-{shape.rank}-{os.getpid()}"
     fields = rank_fields(shape.num_layers, shape.num_kv_heads)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         name = free_name(folder, base)
-        return StatsWriter(folder, name, kind=RANK, labels=labels, fields=fields)
+        page = StatsWriter(folder, name, kind=RANK, labels=labels, fields=fields)
+        page.update(layers_voting=shape.layers_voting, layers_dense=shape.layers_dense)
+        return page
     except OSError as e:
         logger.error("blasst: no statistics page in %s (%s); serving goes on", folder, e.strerror)
         return None

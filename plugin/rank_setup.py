@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from blasst.kernels.errors import BlasstError
+from blasst.kernels.exchange.layout import LAYER_REASONS
 from blasst.kernels.plan import Plan, plan
 from blasst.kernels.support import unsupported_reasons
 from blasst.kernels.types import Impl, Problem
@@ -120,6 +121,11 @@ def _shape(
     numbers = [indices[v.name] for v in verdicts] or [0]
     tp = parallel.tensor_parallel_size
     names = model.served_model_name
+    geometries = {
+        plan(v.problem, v.impl, 1.0).geometry
+        for v in able
+        if v.problem is not None and v.impl is not None
+    }
     return RankShape(
         engine=str(parallel.data_parallel_index),
         rank=str(parallel.rank),
@@ -131,6 +137,11 @@ def _shape(
         first_kv_head=(parallel.rank % tp) * model.get_total_num_kv_heads() // tp,
         impl=able[0].impl or "" if able else "none",
         refusal="" if able else _refusal(verdicts),
+        geometry=geometries.pop() if len(geometries) == 1 else None,
+        layers_voting=len(able),
+        layers_dense=tuple(
+            sum(v.impl is None and v.kind == reason for v in verdicts) for reason in LAYER_REASONS
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from blasst.kernels.exchange.desired import DesiredReader
+from blasst.kernels.exchange.schedule import Threshold
 from blasst.plugin.capability import model_reasons
 from blasst.plugin.log import logger
 from blasst.plugin.registration import NAME, PATH
@@ -93,7 +94,8 @@ def _check_capability(vllm_config: Any, settings: Settings) -> None:
         raise StartupError(
             f"{IMPL}={settings.impl} was asked for and cannot run here: {why}; set it to {AUTO}"
         )
-    threshold, remedy = settings.threshold, "unset it to serve dense"
+    threshold: Threshold | None = settings.threshold
+    remedy = "unset it to serve dense"
     if settings.state_dir is not None:
         desired = DesiredReader(settings.state_dir).current()
         if desired.generation:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from blasst.kernels.exchange.desired import DesiredState, DesiredStateError
 from blasst.kernels.exchange.prometheus import PagesCollector
-from blasst.kernels.threshold import SkipThreshold
-from blasst.server import models, observe, openapi, presets, problems
+from blasst.kernels.exchange.schedule import Threshold
+from blasst.server import change, models, observe, openapi, presets, problems
 from blasst.server.auth import Gate
 from blasst.server.control import ControlService, Wish, etag, unreadable
 from blasst.server.headers import SecurityHeaders
@@ -68,12 +68,15 @@ def create_app(
         # A redirect to the path without its slash would be built from the Host header.
         redirect_slashes=False,
     )
-    problems.install(app)
-    tokens = (
-        None
-        if settings.token_file is None
-        else Tokens(settings.token_file, settings.read_token_file)
-    )
+    tally = control.tally
+    problems.install(app, tally)
+    tokens = None
+    if settings.token_file is not None:
+        tokens = Tokens(
+            settings.token_file,
+            settings.read_token_file,
+            lambda message: tally.error("token-file", message),
+        )
     _add_control(app, settings, control, collector)
     _add_evidence(app, settings, control, collector)
     _add_health(app, settings, control)
@@ -82,22 +85,24 @@ def create_app(
         checks["blasst_token_files_ok"] = lambda: not tokens.errors()
     if settings.follow is not None:
         checks["blasst_followed_file_ok"] = lambda: not follow_error()
-    _add_metrics(app, MetricsPage(collector, checks))
+    _add_metrics(app, MetricsPage(collector, checks, tally=tally))
     _add_page(app)
     openapi.complete(app, protected=tokens is not None)
-    app.add_middleware(Gate, tokens=tokens, open_paths=OPEN_PATHS, limits=limits or Limits())
+    app.add_middleware(
+        Gate, tokens=tokens, open_paths=OPEN_PATHS, limits=limits or Limits(), tally=tally
+    )
     app.add_middleware(SecurityHeaders)
     return app
 
 
 async def _change(
     request: Request,
-) -> tuple[models.ThresholdChange, SkipThreshold | None]:
+) -> tuple[change.ThresholdChange, Threshold | None]:
     try:
         body = await asyncio.wait_for(request.body(), BODY_TIMEOUT_S)
     except TimeoutError:
         raise Problem(408, "too-slow", f"The body took over {BODY_TIMEOUT_S:g} s.") from None
-    return models.parse_change(body, request.headers.get("content-type", ""))
+    return change.parse_change(body, request.headers.get("content-type", ""))
 
 
 def _add_control(
@@ -126,14 +131,14 @@ def _add_control(
     def put_threshold(
         request: Request,
         response: Response,
-        change: Annotated[tuple[models.ThresholdChange, SkipThreshold | None], Depends(_change)],
+        wanted: Annotated[tuple[change.ThresholdChange, Threshold | None], Depends(_change)],
         if_match: IfMatch = None,
     ) -> models.ThresholdState:
         """Replaces the whole state. The value already in force is no change: same generation.
 
         202: written, and a live front end has yet to read it; GET shows `converged`.
         """
-        body, threshold = change
+        body, threshold = wanted
         origin = ""
         if "target_skip_rate" in body.model_fields_set:
             found = presets.find(settings.presets_folder, presets.Running.of(cache.pages()))

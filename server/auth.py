@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from blasst.server.limits import Bucket, Limits, retry_after
 from blasst.server.problems import Problem
 from blasst.server.settings import is_loopback
+from blasst.server.tally import Tally
 from blasst.server.tokens import Role, Tokens
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ class Gate:
         tokens: Tokens | None,
         open_paths: Collection[str],
         limits: Limits,
+        tally: Tally,
     ) -> None:
         self.app = app
         self.tokens = tokens
         self.open_paths = frozenset(open_paths)
         self.limits = limits
+        self.tally = tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +50,7 @@ class Gate:
             self._check(scope)
             receive = _limited(scope, receive)
         except Problem as refusal:
+            self.tally.error(refusal.kind, refusal.detail)
             await refusal.response()(scope, receive, send)
             return
         await self.app(scope, receive, send)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blasst.kernels.threshold import SkipThreshold
+from blasst.kernels.exchange.schedule import Schedule, Step, Threshold
 from blasst.server.settings import SettingsError, read_token
 
 PATH = "/v1/blasst/threshold"
@@ -79,7 +79,7 @@ class ThresholdClient:
 
     def put(
         self,
-        threshold: SkipThreshold | Target | None,
+        threshold: Threshold | Target | None,
         *,
         if_match: str,
         min_context: int | None = None,
@@ -93,6 +93,8 @@ class ThresholdClient:
                 body["preset"] = threshold.preset
         elif threshold is None:
             body = {"off": True}
+        elif isinstance(threshold, Schedule):
+            body = {"schedule": [_step(step) for step in threshold.steps]}
         else:
             body = {threshold.unit: threshold.value}
         if min_context is not None:
@@ -142,6 +144,12 @@ class ThresholdClient:
         if not isinstance(state, dict) or not state.keys() >= _SHOWN:
             raise ApiError(0, f"what answers at {self.url} is not a blasst sidecar")
         return state
+
+
+def _step(step: Step) -> dict[str, Any]:
+    length = {} if step.up_to is None else {"up_to": step.up_to}
+    threshold = step.threshold
+    return {**length, **({"off": True} if threshold is None else {threshold.unit: threshold.value})}
 
 
 def _refused(error: urllib.error.HTTPError) -> ApiError:

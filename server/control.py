@@ -24,21 +24,23 @@ from blasst.kernels.exchange.desired import (
     read_desired,
     write_desired,
 )
-from blasst.kernels.threshold import SkipThreshold
+from blasst.kernels.exchange.schedule import Schedule, Threshold, dump_threshold
 from blasst.server.audit import AuditLog, Entry
 from blasst.server.problems import Problem
 from blasst.server.settings import SettingsError
+from blasst.server.tally import Tally
 
 LOCK_NAME = ".control.lock"
 _MARK_BYTES = 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK = ("no-space", "state-unwritable")
 
 
 @dataclass(frozen=True)
 class Wish:
     """What a caller wants to be in force; threshold None = dense."""
 
-    threshold: SkipThreshold | None
+    threshold: Threshold | None
     min_context: int | None = None
     reason: str = ""
     by: str = ""
@@ -67,6 +69,7 @@ class ControlService:
         self._floor = 0
         self._lock_fd: int | None = None
         self.audit = AuditLog(folder)
+        self.tally = Tally()
 
     def open(self) -> None:
         """Raises SettingsError when another sidecar has this folder."""
@@ -120,6 +123,15 @@ class ControlService:
 
     def set(self, wish: Wish, if_match: str | None) -> DesiredState:
         """Write the wish as a new generation, unless it is in force already. Raises Problem."""
+        try:
+            state, changed = self._set(wish, if_match)
+        except Problem as e:
+            self.tally.change("failed" if e.kind in _DISK else "refused")
+            raise
+        self.tally.change("applied" if changed else "unchanged")
+        return state
+
+    def _set(self, wish: Wish, if_match: str | None) -> tuple[DesiredState, bool]:
         with self._lock:
             try:
                 current: DesiredState | None = self.read()
@@ -130,7 +142,7 @@ class ControlService:
             _check_if_match(if_match, current)
             self._check_effect(wish)
             if current is not None and _same(current, wish):
-                return current
+                return current, False
             state = DesiredState(
                 generation=self._next_generation(lost=current is None),
                 threshold=wish.threshold,
@@ -154,7 +166,7 @@ class ControlService:
             except OSError as e:
                 raise _unwritable(e) from e
             self._highest = state.generation
-            return state
+            return state, True
 
     def _write(self, state: DesiredState, entry: Entry) -> None:
         try:
@@ -260,12 +272,11 @@ def _unwritable(error: OSError) -> Problem:
 def _brief(state: DesiredState) -> dict[str, Any]:
     """A state as the audit log has it; threshold None = dense."""
     threshold = state.threshold
-    return {
-        "threshold": None
-        if threshold is None
-        else {"unit": threshold.unit, "value": threshold.value},
-        "min_context": state.min_context,
-    }
+    if isinstance(threshold, Schedule):
+        found: dict[str, Any] = {"threshold": None, "schedule": threshold.dump()}
+    else:
+        found = {"threshold": dump_threshold(threshold)}
+    return {**found, "min_context": state.min_context}
 
 
 def _now() -> str:

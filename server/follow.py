@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 from blasst.kernels.exchange.stats import open_now
+from blasst.server.change import parse_change
 from blasst.server.control import ControlService, Wish
-from blasst.server.models import parse_change
 from blasst.server.problems import Problem
 
 log = logging.getLogger("blasst.server")
@@ -81,4 +81,5 @@ class Follower:
     def _fail(self, error: str) -> None:
         if error != self.error:
             log.error("the threshold stays as it is: %s", error)
+            self._control.tally.error("followed-file", error)
         self.error = error

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from blasst.kernels.exchange.prometheus import PagesCollector
+from blasst.server.tally import Tally
 
 CHECKS = {
     "blasst_control_state_ok": "1: the desired-state file is readable. 0: corrupt or lost, the "
@@ -23,9 +24,12 @@ CHECKS = {
 Checks = Mapping[str, Callable[[], bool]]
 
 
-class _Gauges(Collector):
-    def __init__(self, checks: Checks) -> None:
+class _Own(Collector):
+    """The sidecar's own state and counters."""
+
+    def __init__(self, checks: Checks, tally: Tally) -> None:
         self._checks = checks
+        self._tally = tally
 
     def describe(self) -> Iterator[Metric]:
         yield from ()
@@ -33,6 +37,24 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, is_ok in self._checks.items():
             yield GaugeMetricFamily(name, CHECKS[name], value=float(is_ok()))
+        for name, text, label, counts in (
+            (
+                "blasst_threshold_changes",
+                "Changes of the threshold that were asked for, by what became of them.",
+                "result",
+                self._tally.changes(),
+            ),
+            (
+                "blasst_control_errors",
+                "Errors of the sidecar and refused calls, by kind (as in the API's problem type).",
+                "kind",
+                self._tally.errors(),
+            ),
+        ):
+            family = CounterMetricFamily(name, text, labels=[label])
+            for value, number in counts.items():
+                family.add_metric([value], number)
+            yield family
 
 
 class MetricsPage:
@@ -47,10 +69,11 @@ class MetricsPage:
         checks: Checks,
         max_age_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        tally: Tally | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
         collector.register(self._registry)
-        self._registry.register(_Gauges(checks))
+        self._registry.register(_Own(checks, tally or Tally()))
         self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()

@@ -1,114 +1,10 @@
-"""What travels over the API: bodies with units, bounds and examples, which OpenAPI then shows."""
+"""What the API answers, with units and examples, which OpenAPI then shows."""
 
 from __future__ import annotations
 
-import json
-from typing import Any, NoReturn
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from blasst.kernels.exchange.desired import MIN_CONTEXT_MAX
-from blasst.kernels.threshold import MAG_MAX, SkipThreshold, ThresholdError
-from blasst.server.problems import Problem
-
-REASON_MAX = 500
-_UNIT_FIELDS = ("mag", "lambda", "scale", "target_skip_rate", "off")
-
-
-def _absent() -> Any:
-    """Default of a field that a body may leave out but never set to null."""
-    return None
-
-
-class ThresholdChange(BaseModel):
-    """The body of PUT: exactly one of mag, lambda, scale, target_skip_rate and off."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        json_schema_extra={
-            "oneOf": [{"required": [name]} for name in _UNIT_FIELDS],
-            "examples": [
-                {"mag": 2500, "reason": "chosen from last week's sweep"},
-                {"lambda": 0.05, "min_context": 16384},
-                {"scale": 500},
-                {"target_skip_rate": 0.5},
-                {"off": True},
-            ],
-        },
-    )
-
-    mag: float = Field(
-        default_factory=_absent,
-        description="MAG: lambda = 2^(-MAG/1000); a higher MAG skips less. Usual: 1000 to 14000.",
-        json_schema_extra={"exclusiveMinimum": 0, "maximum": MAG_MAX},
-    )
-    skip_lambda: float = Field(
-        alias="lambda",
-        default_factory=_absent,
-        description="lambda, natural base: a block is skipped below lambda times the running "
-        "maximum's weight. 0 skips nothing.",
-        json_schema_extra={"minimum": 0, "exclusiveMaximum": 1},
-    )
-    scale: float = Field(
-        default_factory=_absent,
-        description="lambda times the prompt's final length in tokens.",
-        json_schema_extra={"minimum": 0},
-    )
-    target_skip_rate: float = Field(
-        default_factory=_absent,
-        description="Share of the visited tiles to skip, through a calibration preset that fits "
-        "the running model and kernel; kept as the scale that this gives.",
-        json_schema_extra={"minimum": 0, "exclusiveMaximum": 1},
-    )
-    preset: str = Field(
-        default_factory=_absent,
-        max_length=200,
-        description="Name of the preset; left out: the only one that fits.",
-    )
-    off: bool = Field(
-        default_factory=_absent,
-        description="true: dense attention, no block is skipped.",
-        json_schema_extra={"const": True},
-    )
-    min_context: int = Field(
-        default_factory=_absent,
-        description="Prompts shorter than this many tokens run dense; left out: the engine's own "
-        "setting.",
-        json_schema_extra={"minimum": 0, "maximum": MIN_CONTEXT_MAX},
-    )
-    reason: str = Field(default="", max_length=REASON_MAX, description="Free text, kept with it.")
-
-    def threshold(self) -> SkipThreshold | None:
-        """None = dense, and also with a target skip rate: its preset gives the threshold. Raises
-        Problem for a value outside its range, or not exactly one unit."""
-        given: dict[str, float | bool] = {
-            name: value
-            for name, value in zip(
-                _UNIT_FIELDS,
-                (self.mag, self.skip_lambda, self.scale, self.target_skip_rate, self.off),
-                strict=True,
-            )
-            if value is not None
-        }
-        if len(given) != 1:
-            _refuse(f"give exactly one of {', '.join(_UNIT_FIELDS)}; this body has {len(given)}")
-        ((unit, value),) = given.items()
-        if self.preset is not None and unit != "target_skip_rate":
-            _refuse("preset goes with target_skip_rate only")
-        if unit == "target_skip_rate":
-            if not 0.0 <= value < 1.0:
-                _refuse(f"target_skip_rate {value:g} is outside 0 <= rate < 1")
-            return None
-        if unit == "off":
-            if value is not True:
-                _refuse("off must be true; leave it out and give a threshold otherwise")
-            return None
-        try:
-            return SkipThreshold.parse(unit, value)
-        except ThresholdError as e:
-            _refuse(str(e))
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class ThresholdValue(BaseModel):
@@ -116,6 +12,15 @@ class ThresholdValue(BaseModel):
 
     unit: str = Field(description="mag, lambda or scale")
     value: float
+
+
+class StepValue(BaseModel):
+    """One step of a schedule. threshold null = dense."""
+
+    up_to: int | None = Field(
+        description="longest prompt of this step, in tokens; null: all longer ones"
+    )
+    threshold: ThresholdValue | None
 
 
 class FrontEndView(BaseModel):
@@ -130,11 +35,12 @@ class FrontEndView(BaseModel):
     age_s: float = Field(description="seconds since it last wrote its statistics page")
 
 
-_STATE_EXAMPLE: dict[str, Any] = {
+STATE_EXAMPLE: dict[str, Any] = {
     "generation": 3,
     "threshold": {"unit": "mag", "value": 2500.0},
     "mag": 2500.0,
     "lambda": 0.1767766952966369,
+    "schedule": None,
     "min_context": 16384,
     "updated_at": "2026-11-30T07:30:00.000+00:00",
     "updated_by": "127.0.0.1",
@@ -156,15 +62,18 @@ _STATE_EXAMPLE: dict[str, Any] = {
 
 
 class ThresholdState(BaseModel):
-    """The deployment's threshold and who has taken it over. threshold null = dense."""
+    """The deployment's threshold and who has taken it over. threshold and schedule null = dense."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [_STATE_EXAMPLE]})
+    model_config = ConfigDict(json_schema_extra={"examples": [STATE_EXAMPLE]})
 
     generation: int = Field(description="rises by at least 1 with every change; 0 = never set")
     threshold: ThresholdValue | None
     mag: float | None = Field(description="null for dense, for lambda 0 and for a scale")
     skip_lambda: float | None = Field(
         alias="lambda", description="null for dense and for a scale (it depends on the prompt)"
+    )
+    schedule: list[StepValue] | None = Field(
+        description="a threshold for each class of prompt length; then threshold is null"
     )
     min_context: int | None = Field(description="prompt tokens; null: the engine's own setting")
     updated_at: str = Field(description="RFC 3339, UTC; empty before the first change")
@@ -201,6 +110,13 @@ class RankView(BaseModel):
     rank: str
     model_name: str
     impl: str
+    geometry: str = Field(description="query rows x keys that vote as one; empty: unknown")
+    generation_seen: int = Field(
+        description="newest generation that a request's stamp brought here; it follows with "
+        "the first request after a change"
+    )
+    layers_voting: int
+    layers_dense: dict[str, int] = Field(description="reason -> layers that cannot skip")
     alive: bool
     age_s: float = Field(
         description="seconds since it last wrote its statistics page, which it does only after it "
@@ -211,7 +127,7 @@ class RankView(BaseModel):
 
 
 class TtftView(BaseModel):
-    """Time from admission to the first token, in seconds; quantiles to one bucket (10%)."""
+    """Times in seconds; quantiles to one bucket (10%)."""
 
     count: int
     mean_s: float | None
@@ -226,14 +142,26 @@ class ClassView(BaseModel):
     lambda_class: str
     prompt_length_class: str
     admitted: int
-    ttft: TtftView
+    ttft: TtftView = Field(description="from admission to the first token")
+    prefill: TtftView = Field(
+        description="from being scheduled first to the first token, where vLLM logs statistics"
+    )
+
+
+class LastError(BaseModel):
+    """The last thing that went wrong in the sidecar, refused and badly made calls left aside."""
+
+    time: str = Field(description="RFC 3339, UTC")
+    kind: str = Field(description="as in blasst_control_errors_total")
+    message: str
 
 
 class Status(BaseModel):
     """Everything the status page shows. desired null: the file is unreadable, `error` says why."""
 
     desired: ThresholdState | None
-    error: str
+    error: str = Field(description="what is wrong with the state file now; empty: nothing")
+    last_error: LastError | None = Field(description="null: none since the sidecar started")
     converged: bool
     front_ends: list[FrontEndView]
     ranks: list[RankView]
@@ -268,9 +196,10 @@ class PresetList(BaseModel):
 
 
 class AuditState(BaseModel):
-    """A threshold as the audit log keeps it; threshold null = dense."""
+    """A threshold as the audit log keeps it; threshold and schedule null = dense."""
 
     threshold: ThresholdValue | None
+    schedule: list[StepValue] | None = None
     min_context: int | None
 
 
@@ -297,47 +226,3 @@ class Health(BaseModel):
     """ok, or a problem."""
 
     status: str = "ok"
-
-
-def parse_change(body: bytes, content_type: str) -> tuple[ThresholdChange, SkipThreshold | None]:
-    """A PUT body and its threshold. Raises Problem: 415, 400 (not JSON) or 422 (a bad value)."""
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise Problem(415, "not-json", "Send the body as Content-Type: application/json.")
-    try:
-        raw = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as e:
-        raise Problem(400, "bad-json", f"The body is not JSON: {str(e)[:200]}.") from e
-    if not isinstance(raw, dict):
-        _refuse('the body must be a JSON object such as {"mag": 2500}')
-    try:
-        change = ThresholdChange.model_validate(raw)
-    except ValidationError as e:
-        _refuse("; ".join(_explain(error) for error in e.errors(include_url=False)[:5]))
-    nulls = [name for name, value in raw.items() if value is None]
-    if nulls:
-        _refuse(f"{nulls[0]} must not be null; leave it out")
-    if change.min_context is not None and not 0 <= change.min_context <= MIN_CONTEXT_MAX:
-        _refuse(f"min_context {change.min_context} is outside 0..{MIN_CONTEXT_MAX} prompt tokens")
-    return change, change.threshold()
-
-
-def _explain(error: Any) -> str:
-    where = ".".join(str(part)[:40] for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"unknown field {where!r}"
-    return f"{where}: {error['msg']}"
-
-
-def _refuse(detail: str) -> NoReturn:
-    raise Problem(422, "bad-threshold", detail)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a field is given twice")
-    return fields

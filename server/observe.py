@@ -18,10 +18,12 @@ from blasst.kernels.exchange.layout import (
 from blasst.kernels.exchange.pages import (
     CachedPages,
     ClassTotals,
+    Histogram,
     RankTotals,
     model_totals,
     rank_totals,
 )
+from blasst.kernels.exchange.schedule import Schedule
 from blasst.kernels.exchange.stats import SUFFIX, StatsPage
 from blasst.kernels.threshold import lambda_to_mag
 from blasst.server import models
@@ -77,7 +79,7 @@ def preset_view(found: Found) -> models.PresetView:
 def threshold_state(state: DesiredState, cache: CachedPages) -> models.ThresholdState:
     """The desired state as GET and PUT answer it."""
     front_ends = front_end_views(cache.pages())
-    threshold = state.threshold
+    threshold = None if isinstance(state.threshold, Schedule) else state.threshold
     fixed = None
     if threshold is not None and threshold.unit != "scale":
         fixed = threshold.skip_lambda()
@@ -93,6 +95,7 @@ def threshold_state(state: DesiredState, cache: CachedPages) -> models.Threshold
         else models.ThresholdValue(unit=threshold.unit, value=threshold.value),
         mag=mag,
         **{"lambda": fixed},
+        schedule=_steps(state.threshold) if isinstance(state.threshold, Schedule) else None,
         min_context=state.min_context,
         updated_at=state.updated_at,
         updated_by=state.updated_by,
@@ -101,6 +104,10 @@ def threshold_state(state: DesiredState, cache: CachedPages) -> models.Threshold
         converged=converged(state, front_ends),
         front_ends=front_ends,
     )
+
+
+def _steps(schedule: Schedule) -> list[models.StepValue]:
+    return [models.StepValue.model_validate(step) for step in schedule.dump()]
 
 
 def status(control: ControlService, cache: CachedPages) -> models.Status:
@@ -123,6 +130,9 @@ def status(control: ControlService, cache: CachedPages) -> models.Status:
     return models.Status(
         desired=desired,
         error=error,
+        last_error=None
+        if control.tally.last is None
+        else models.LastError(**vars(control.tally.last)),
         converged=desired is not None and desired.converged,
         front_ends=front_end_views(pages),
         ranks=[_rank(rank) for rank in ranks],
@@ -176,6 +186,10 @@ def _rank(rank: RankTotals) -> models.RankView:
         rank=rank.rank,
         model_name=rank.model_name,
         impl=rank.impl,
+        geometry=rank.geometry,
+        generation_seen=rank.generation_seen,
+        layers_voting=rank.layers_voting,
+        layers_dense={reason: n for reason, n in rank.layers_dense.items() if n},
         alive=rank.alive,
         age_s=_age(rank.updated_at),
         counters=rank.counters,
@@ -201,18 +215,23 @@ def _table(tiles: Tiles) -> models.TileTable:
 
 
 def _class(model: str, key: tuple[str, str], total: ClassTotals) -> models.ClassView:
-    count = total.ttft_count
     return models.ClassView(
         model_name=model,
         lambda_class=key[0],
         prompt_length_class=key[1],
         admitted=total.admitted,
-        ttft=models.TtftView(
-            count=count,
-            mean_s=total.ttft_sum_s / count if count and math.isfinite(total.ttft_sum_s) else None,
-            p50_s=quantile(total.ttft_buckets, 0.5),
-            p95_s=quantile(total.ttft_buckets, 0.95),
-        ),
+        ttft=_times(total.ttft),
+        prefill=_times(total.prefill),
+    )
+
+
+def _times(found: Histogram) -> models.TtftView:
+    count, total = found.count, found.sum_s
+    return models.TtftView(
+        count=count,
+        mean_s=total / count if count and math.isfinite(total) else None,
+        p50_s=quantile(found.buckets, 0.5),
+        p95_s=quantile(found.buckets, 0.95),
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from blasst.server import problems
-from blasst.server.models import ThresholdChange
+from blasst.server.change import ThresholdChange
+from blasst.server.models import STATE_EXAMPLE
 
 DESCRIPTION = """Sets the skip threshold of a vLLM deployment while it serves, and shows the effect.
 
@@ -74,7 +75,10 @@ def complete(app: FastAPI, *, protected: bool) -> None:
 def _add_schemas(document: dict[str, Any]) -> None:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas["Problem"] = problems.schema()
-    schemas["ThresholdChange"] = ThresholdChange.model_json_schema(ref_template=_REF + "{model}")
+    change = ThresholdChange.model_json_schema(ref_template=_REF + "{model}")
+    schemas |= change.pop("$defs") | {"ThresholdChange": change}
+    # FastAPI drops the nulls of examples.
+    schemas["ThresholdState"]["examples"] = [STATE_EXAMPLE]
     for derived in ("HTTPValidationError", "ValidationError"):
         schemas.pop(derived, None)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from blasst.kernels.exchange.layout import RANK
+from blasst.kernels.exchange.layout import RANK, tiles_of
 from blasst.kernels.exchange.presets import Preset, PresetError, loads
 from blasst.kernels.exchange.stats import StatsPage, open_now
 from blasst.kernels.threshold import SkipThreshold
@@ -28,10 +28,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Running:
-    """Models and implementations of the ranks that run; a preset holds for one pair."""
+    """Models, implementations and tiles of the ranks that run; a preset holds for one of each.
+
+    tiles: rows x keys that vote as one; "" where a rank does not say: its layers differ in it, or
+    it is of an older release."""
 
     models: frozenset[str]
     impls: frozenset[str]
+    tiles: frozenset[str]
 
     @classmethod
     def of(cls, pages: Iterable[StatsPage]) -> Running:
@@ -39,6 +43,7 @@ class Running:
         return cls(
             frozenset(labels.get("model_name", "") for labels in live),
             frozenset(labels.get("impl", "") for labels in live),
+            frozenset(tiles_of(labels) for labels in live),
         )
 
     def refusal(self, preset: Preset) -> str:
@@ -49,6 +54,17 @@ class Running:
             return (
                 f"calibrated for {preset.geometry} and {', '.join(sorted(self.impls))} runs: its "
                 "skip rates would be others; calibrate on this kernel"
+            )
+        tiles = f"{preset.geometry.tile_m}x{preset.geometry.tile_n}"
+        if "" in self.tiles:
+            return (
+                "the engine does not say how many rows and keys vote as one: it is of an older "
+                "release, or its layers differ in it; upgrade it, or set a scale"
+            )
+        if self.tiles != {tiles}:
+            return (
+                f"calibrated for {preset.geometry} and tiles of {', '.join(sorted(self.tiles))} "
+                "vote: its skip rates would be others; calibrate on this kernel"
             )
         if self.models != {preset.model}:
             return (

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from blasst.server.tally import Tally
+
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:blasst:problem:"
 
@@ -40,11 +42,12 @@ class Problem(Exception):
         return JSONResponse(body, self.status, self.headers, MEDIA_TYPE)
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of the application in this form."""
+def install(app: FastAPI, tally: Tally) -> None:
+    """Answer every error of the application in this form, and count it."""
 
     @app.exception_handler(Problem)
     async def _problem(request: Request, error: Problem) -> JSONResponse:
+        tally.error(error.kind, error.detail)
         return error.response()
 
     @app.exception_handler(HTTPException)
@@ -54,12 +57,14 @@ def install(app: FastAPI) -> None:
             404: "There is nothing at this path; /openapi.json lists what there is.",
             405: "This path does not take this method; the Allow header names those it takes.",
         }.get(error.status_code, str(error.detail))
+        tally.error(kind, detail)
         headers = _allow(app, request) if error.status_code == 405 else error.headers
         return Problem(error.status_code, kind, detail, headers).response()
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("unexpected error in %s %s", request.method, request.scope["path"])
+        tally.error("internal", f"Unexpected error in {request.method} of {type(error).__name__}.")
         return Problem(500, "internal", "Unexpected error; the sidecar's log has it.").response()
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ class TokenFile:
     Raises SettingsError at construction."""
 
     path: Path
+    on_error: Callable[[str], None] = lambda message: None
     error: str = ""
     _digest: bytes = b""
     _seen: tuple[int, ...] = ()
@@ -48,6 +50,7 @@ class TokenFile:
             self._digest = _digest(read_token(self.path).encode())
         except SettingsError as e:
             self.error = str(e)
+            self.on_error(self.error)
             log.error("the old token stays in force: %s", e)
             return
         self.error = ""
@@ -64,10 +67,15 @@ class TokenFile:
 class Tokens:
     """write: the token that may do all. read: one that may GET and HEAD only; None for none."""
 
-    def __init__(self, write: Path, read: Path | None = None) -> None:
-        self._files: list[tuple[Role, TokenFile]] = [("write", TokenFile(write))]
+    def __init__(
+        self,
+        write: Path,
+        read: Path | None = None,
+        on_error: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._files: list[tuple[Role, TokenFile]] = [("write", TokenFile(write, on_error))]
         if read is not None:
-            self._files.append(("read", TokenFile(read)))
+            self._files.append(("read", TokenFile(read, on_error)))
         if read is not None and len({f.digest() for _, f in self._files}) == 1:
             raise SettingsError(
                 f"token files {write} and {read} hold the same token: readers could write; "

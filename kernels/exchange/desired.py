@@ -16,15 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blasst.kernels.exchange.schedule import (
+    Schedule,
+    Threshold,
+    dump_threshold,
+    load_threshold,
+)
 from blasst.kernels.exchange.stats import open_now
-from blasst.kernels.threshold import SkipThreshold, ThresholdError
+from blasst.kernels.threshold import ThresholdError
 
 FILE_NAME = "desired.json"
 PREVIOUS_NAME = "desired.previous.json"
 TEMP_PREFIX = ".desired-"
-SCHEMA_VERSION = 2
-"""Newest that is read. 1: as below without `origin`. Written is the oldest that can say it all, so
-that a release before this one reads it after a rollback."""
+SCHEMA_VERSION = 3
+"""Newest that is read. 1: no `origin`, no schedule; 2: no schedule. Written is the oldest that can
+say it all, so that a release before this one reads it after a rollback."""
 MAX_BYTES = 65_536
 MIN_CONTEXT_MAX = 1 << 24
 _GENERATION_MAX = 1 << 53
@@ -41,7 +47,7 @@ class DesiredState:
     about, where that is not the caller's own number (a preset and its target)."""
 
     generation: int
-    threshold: SkipThreshold | None
+    threshold: Threshold | None
     min_context: int | None = None
     updated_at: str = ""
     updated_by: str = ""
@@ -139,10 +145,9 @@ def parse_desired(data: bytes, name: str = FILE_NAME) -> DesiredState:
     if record.get("checksum") != _checksum(body):
         raise DesiredStateError(f"{name} fails its checksum: cut off or edited; set it again")
     try:
-        raw = body["threshold"]
         return DesiredState(
             generation=_whole(body["generation"]),
-            threshold=None if raw is None else SkipThreshold.parse(raw["unit"], raw["value"]),
+            threshold=load_threshold(body["threshold"]),
             min_context=None if body["min_context"] is None else _whole(body["min_context"]),
             updated_at=str(body["updated_at"]),
             updated_by=str(body["updated_by"]),
@@ -212,19 +217,17 @@ class DesiredReader:
 
 
 def _body(state: DesiredState) -> dict[str, Any]:
-    threshold = state.threshold
-    newer = {"origin": state.origin} if state.origin else {}
+    scheduled = isinstance(state.threshold, Schedule)
+    version = 3 if scheduled else 2 if state.origin else 1
     return {
-        "schema_version": SCHEMA_VERSION if newer else 1,
+        "schema_version": version,
         "generation": state.generation,
-        "threshold": None
-        if threshold is None
-        else {"unit": threshold.unit, "value": threshold.value},
+        "threshold": dump_threshold(state.threshold),
         "min_context": state.min_context,
         "updated_at": state.updated_at,
         "updated_by": state.updated_by,
         "reason": state.reason,
-        **newer,
+        **({"origin": state.origin} if version >= 2 else {}),
     }
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 
 from blasst.kernels.exchange.stats import Field
 from blasst.kernels.threshold import lambda_to_mag
 
 RANK = "rank"
-"""Page of one rank; labels engine, rank, pid, model_name, impl, first_layer, first_kv_head, and
-refusal: why none of its layers can skip, "" when some can."""
+"""Page of one rank; labels engine, rank, pid, model_name, impl, first_layer, first_kv_head,
+tile_m and tile_n (query rows and keys that vote as one; absent: unknown, or of an older release),
+and refusal: why none of its layers can skip, "" when some can."""
 
 FRONT = "front"
 """Page of one vLLM front end; labels pid, model_name, vllm_version."""
@@ -35,6 +37,25 @@ LENGTH_CLASSES = (
     *(f"le_{edge >> 10}k" if edge < 1 << 20 else "le_1m" for edge in LENGTH_EDGES),
     "gt_1m",
 )
+
+LAYER_REASONS = (
+    "other_backend",
+    "layer_class",
+    "attention_type",
+    "sliding_window",
+    "soft_cap",
+    "sinks",
+    "alibi",
+    "kv_cache_dtype",
+    "cache_layout",
+    "engine",
+    "kernel",
+)
+"""Why a layer is dense, the first reason that was found: closed, as labels must be. engine: an
+option of vLLM; kernel: no implementation takes its head size, dtype or device."""
+
+REQUEST_REASONS = ("below_min_context", "streamed_input", "pooling")
+"""Why a request ran dense although a threshold was in force for the deployment."""
 
 TTFT_BUCKETS_S = tuple(round(0.005 * 1.1**i, 6) for i in range(120))
 """5 ms to about 420 s in steps of 10%: a 5% shift moves half a bucket of the counts."""
@@ -70,17 +91,45 @@ def ttft_bucket(seconds: float) -> int:
     return bisect.bisect_left(TTFT_BUCKETS_S, seconds) if not math.isnan(seconds) else -1
 
 
+LATER_RANK_FIELDS = (
+    Field("generation_seen", (1,)),
+    Field("layers_voting", (1,)),
+    Field("layers_dense", (len(LAYER_REASONS),)),
+)
+"""Pages of release 0.1.0 lack them and are read all the same. generation_seen: the highest that a
+request's stamp brought here."""
+
+
+def tiles_of(rank_labels: Mapping[str, str]) -> str:
+    """Rows x keys that vote as one on a rank, such as 128x128; "" where its page does not say."""
+    rows, keys = rank_labels.get("tile_m", ""), rank_labels.get("tile_n", "")
+    return f"{rows}x{keys}" if rows and keys else ""
+
+
 def rank_fields(num_layers: int, num_kv_heads: int) -> tuple[Field, ...]:
     """tiles: [layer, kv_head, {visited, skipped}] of this rank's layers and kv heads."""
     return (
         Field("tiles", (num_layers, num_kv_heads, 2)),
         *(Field(name, (1,)) for name in RANK_COUNTERS),
+        *LATER_RANK_FIELDS,
     )
+
+
+_TABLE = (len(LAMBDA_CLASSES), len(LENGTH_CLASSES))
+LATER_FRONT_FIELDS = (
+    Field("prefill_count", _TABLE),
+    Field("prefill_sum_seconds", _TABLE, "d"),
+    Field("prefill_bucket", (*_TABLE, len(TTFT_BUCKETS_S) + 1)),
+    Field("requests_dense", (len(REQUEST_REASONS),)),
+    Field("threshold_classes", (len(LENGTH_CLASSES),), "d"),
+)
+"""Pages of release 0.1.0 lack them and are read all the same. threshold_classes: lambda in force
+for prompts of each length class (of its longest prompt); NaN: dense, or no one lambda."""
 
 
 def front_fields() -> tuple[Field, ...]:
     """[lambda class, length class] tables; generations as last read and as last stamped."""
-    table = (len(LAMBDA_CLASSES), len(LENGTH_CLASSES))
+    table = _TABLE
     return (
         Field("requests_admitted", table),
         Field("ttft_count", table),
@@ -92,4 +141,5 @@ def front_fields() -> tuple[Field, ...]:
         Field("requests_rejected", (1,)),
         Field("threshold_lambda", (1,), "d"),
         Field("threshold_mag", (1,), "d"),
+        *LATER_FRONT_FIELDS,
     )

@@ -9,18 +9,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blasst.kernels.exchange.layout import (
     FRONT,
     LAMBDA_CLASSES,
+    LATER_FRONT_FIELDS,
+    LATER_RANK_FIELDS,
+    LAYER_REASONS,
     LENGTH_CLASSES,
     RANK,
     RANK_COUNTERS,
+    REQUEST_REASONS,
     TTFT_BUCKETS_S,
     front_fields,
+    tiles_of,
 )
 from blasst.kernels.exchange.stats import (
     Field,
@@ -30,33 +35,66 @@ from blasst.kernels.exchange.stats import (
     stats_names,
 )
 
-_FRONT_FIELDS = frozenset(front_fields())
+_LATER = {FRONT: frozenset(LATER_FRONT_FIELDS), RANK: frozenset(LATER_RANK_FIELDS)}
+_FRONT_FIELDS = frozenset(front_fields()) - frozenset(LATER_FRONT_FIELDS)
 _RANK_SCALARS = frozenset(Field(name, (1,)) for name in RANK_COUNTERS)
 _FIRST_MAX_DIGITS = 6
 
 
 @dataclass
 class RankTotals:
-    """One rank of one engine. tiles: (layer, kv head) of the whole model -> (visited, skipped)."""
+    """One rank of one engine. tiles: (layer, kv head) of the whole model -> (visited, skipped).
+    Of its newest page: geometry (rows x keys that vote as one, "" unknown), the newest generation
+    that a stamp brought it, how many layers vote, and reason -> how many are dense."""
 
     model_name: str
     engine: str
     rank: str
     impl: str = ""
+    geometry: str = ""
     alive: bool = False
     updated_at: float = 0.0
+    generation_seen: int = 0
+    layers_voting: int = 0
+    layers_dense: dict[str, int] = field(default_factory=dict)
     tiles: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RANK_COUNTERS, 0))
+
+    def by_layer(self) -> dict[int, tuple[int, int]]:
+        """Layer -> (visited, skipped), its kv heads added up."""
+        found: dict[int, tuple[int, int]] = {}
+        for (layer, _), (visited, skipped) in sorted(self.tiles.items()):
+            before = found.get(layer, (0, 0))
+            found[layer] = (before[0] + visited, before[1] + skipped)
+        return found
+
+
+@dataclass
+class Histogram:
+    """Seconds, counted into TTFT_BUCKETS_S and one above. buckets: not cumulative."""
+
+    count: int = 0
+    sum_s: float = 0.0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
+
+    def add(self, count: float, sum_s: float, buckets: Sequence[float]) -> None:
+        self.count += int(count)
+        self.sum_s += sum_s
+        self.buckets = [a + int(b) for a, b in zip(self.buckets, buckets, strict=True)]
 
 
 @dataclass
 class ClassTotals:
-    """Requests of one (model, lambda class, prompt-length class). buckets: not cumulative."""
+    """Requests of one (model, lambda class, prompt-length class)."""
 
     admitted: int = 0
-    ttft_count: int = 0
-    ttft_sum_s: float = 0.0
-    ttft_buckets: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
+    ttft: Histogram = field(default_factory=Histogram)
+    prefill: Histogram = field(default_factory=Histogram)
+
+    def add(self, other: ClassTotals) -> None:
+        self.admitted += other.admitted
+        for mine, its in ((self.ttft, other.ttft), (self.prefill, other.prefill)):
+            mine.add(its.count, its.sum_s, its.buckets)
 
 
 @dataclass
@@ -65,6 +103,9 @@ class ModelTotals:
 
     desired_read_errors: int = 0
     requests_rejected: int = 0
+    requests_dense: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(REQUEST_REASONS, 0)
+    )
     classes: dict[tuple[str, str], ClassTotals] = field(default_factory=dict)
 
 
@@ -109,8 +150,7 @@ def rank_totals(pages: Iterable[StatsPage]) -> list[RankTotals]:
         total = totals.setdefault(key, RankTotals(*key))
         total.alive |= page.alive
         if page.updated_at >= total.updated_at:
-            total.updated_at = page.updated_at
-            total.impl = labels.get("impl", "")
+            _take_state(total, page)
         _add_tiles(total, page)
         for name in RANK_COUNTERS:
             total.counters[name] += int(page.scalar(name))
@@ -126,6 +166,8 @@ def model_totals(pages: Iterable[StatsPage]) -> dict[str, ModelTotals]:
         total = totals.setdefault(page.labels.get("model_name", ""), ModelTotals())
         total.desired_read_errors += int(page.scalar("desired_read_errors"))
         total.requests_rejected += int(page.scalar("requests_rejected"))
+        for reason, number in _by_reason(page, "requests_dense", REQUEST_REASONS).items():
+            total.requests_dense[reason] += number
         _add_classes(total, page)
     return totals
 
@@ -151,6 +193,10 @@ def _read(folder: Path) -> tuple[tuple[StatsPage, ...], int]:
 def _known(page: StatsPage) -> bool:
     fields = frozenset(page.fields)
     if len({f.name for f in fields}) != len(page.fields):
+        return False
+    # All that came later, or nothing of it: an older release.
+    later = _LATER.get(page.kind, frozenset())
+    if {f.name for f in fields} & {f.name for f in later} and not later <= fields:
         return False
     if page.kind == FRONT:
         return fields >= _FRONT_FIELDS
@@ -178,18 +224,36 @@ def _add_tiles(total: RankTotals, page: StatsPage) -> None:
             total.tiles[where] = (visited + int(tiles[at]), skipped + int(tiles[at + 1]))
 
 
+def _take_state(total: RankTotals, page: StatsPage) -> None:
+    labels = page.labels
+    total.updated_at = page.updated_at
+    total.impl = labels.get("impl", "")
+    total.geometry = tiles_of(labels)
+    total.generation_seen = int(page.scalar("generation_seen", 0))
+    total.layers_voting = int(page.scalar("layers_voting", 0))
+    total.layers_dense = _by_reason(page, "layers_dense", LAYER_REASONS)
+
+
+def _by_reason(page: StatsPage, name: str, reasons: tuple[str, ...]) -> dict[str, int]:
+    numbers = page.arrays.get(name, [0] * len(reasons))
+    return {reason: int(n) for reason, n in zip(reasons, numbers, strict=True)}
+
+
 def _add_classes(total: ModelTotals, page: StatsPage) -> None:
     arrays = page.arrays
     width = len(TTFT_BUCKETS_S) + 1
     for i, lambda_class in enumerate(LAMBDA_CLASSES):
         for j, length_class in enumerate(LENGTH_CLASSES):
             at = i * len(LENGTH_CLASSES) + j
-            admitted, count = int(arrays["requests_admitted"][at]), int(arrays["ttft_count"][at])
-            if not admitted and not count:
+            admitted = int(arrays["requests_admitted"][at])
+            if not admitted and not arrays["ttft_count"][at]:
                 continue
             entry = total.classes.setdefault((lambda_class, length_class), ClassTotals())
             entry.admitted += admitted
-            entry.ttft_count += count
-            entry.ttft_sum_s += arrays["ttft_sum_seconds"][at]
-            row = arrays["ttft_bucket"][at * width : (at + 1) * width]
-            entry.ttft_buckets = [a + int(b) for a, b in zip(entry.ttft_buckets, row, strict=True)]
+            for name, histogram in (("ttft", entry.ttft), ("prefill", entry.prefill)):
+                if f"{name}_count" in arrays:
+                    histogram.add(
+                        arrays[f"{name}_count"][at],
+                        arrays[f"{name}_sum_seconds"][at],
+                        arrays[f"{name}_bucket"][at * width : (at + 1) * width],
+                    )

@@ -9,14 +9,17 @@ import functools
 import importlib.metadata
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from blasst.kernels.exchange.layout import FRONT, TTFT_BUCKETS_S
+from blasst.kernels.exchange.layout import FRONT, LENGTH_CLASSES, TTFT_BUCKETS_S
 from blasst.kernels.exchange.pages import (
     CachedPages,
+    ClassTotals,
+    Histogram,
     ModelTotals,
     RankTotals,
     model_totals,
@@ -29,9 +32,16 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector, CollectorRegistry
 
 _RANK = ("engine", "rank", "model_name")
-_TILE = ("engine", "rank", "layer", "kv_head", "model_name")
+_TILE = ("engine", "rank", "layer", "model_name")
 _CLASS = ("lambda_class", "prompt_length_class", "model_name")
 _FRONT = ("front_end", "model_name")
+
+MOST_CLASSES = 24
+"""Pairs of lambda class and prompt-length class that a model shows; callers choose both, and each
+costs 244 series. What comes after them is counted as (other, other)."""
+
+OTHER = ("other", "other")
+_Classes = dict[tuple[str, str], ClassTotals]
 
 
 class PagesCollector:
@@ -51,6 +61,8 @@ class PagesCollector:
     ) -> None:
         self.cache = CachedPages(stats_folder, max_age_s, clock)
         self._desired_generation = desired_generation
+        self._shown: dict[str, set[tuple[str, str]]] = {}
+        self._lock = threading.Lock()
 
     def register(self, registry: CollectorRegistry) -> None:
         """Duck-typed: a base class would import prometheus_client with this module."""
@@ -70,7 +82,24 @@ class PagesCollector:
         yield from _rank_counters(ranks)
         yield from _front_gauges(fronts, self._desired_generation())
         yield from _front_counters(models)
+        with self._lock:
+            classes = {model: self._bounded(model, t.classes) for model, t in models.items()}
+        yield from _class_metrics(classes)
         yield from _pages(pages, self.cache.unreadable)
+
+    def _bounded(self, model: str, classes: _Classes) -> _Classes:
+        """A class that was shown stays shown, so that no counter falls."""
+        shown = self._shown.setdefault(model, set())
+        for key in sorted(classes, key=lambda key: -classes[key].admitted):
+            if len(shown) < MOST_CLASSES:
+                shown.add(key)
+        found = {key: total for key, total in classes.items() if key in shown}
+        rest = [total for key, total in classes.items() if key not in shown]
+        if rest:
+            found[OTHER] = ClassTotals()
+            for total in rest:
+                found[OTHER].add(total)
+        return found
 
 
 _Row = tuple[Sequence[str], float]
@@ -108,9 +137,9 @@ def _own_version() -> str:
 def _tiles(ranks: Sequence[RankTotals]) -> Iterator[Metric]:
     for index, verb in enumerate(("visited", "skipped")):
         rows = [
-            ((r.engine, r.rank, str(layer), str(head), r.model_name), float(pair[index]))
+            ((r.engine, r.rank, str(layer), r.model_name), float(pair[index]))
             for r in ranks
-            for (layer, head), pair in sorted(r.tiles.items())
+            for layer, pair in r.by_layer().items()
         ]
         text = f"P.V tiles {verb} by prefill under a threshold; skip rate = skipped / visited."
         yield _counter(f"blasst_tiles_{verb}", text, _TILE, rows)
@@ -148,6 +177,26 @@ def _rank_counters(ranks: Sequence[RankTotals]) -> Iterator[Metric]:
         _RANK,
         plain("unstamped_requests"),
     )
+    yield _gauge(
+        "blasst_layers",
+        "Attention layers of a rank, by path and why they are dense (empty for those that vote).",
+        ("path", "reason", *_RANK),
+        [
+            ((path, reason, r.engine, r.rank, r.model_name), float(number))
+            for r in ranks
+            if r.alive
+            for path, reason, number in (
+                ("vote", "", r.layers_voting),
+                *(("dense", reason, n) for reason, n in r.layers_dense.items() if n),
+            )
+        ],
+    )
+    yield _gauge(
+        "blasst_rank_generation",
+        "Newest generation that a request's stamp brought to a rank; 0: none yet.",
+        _RANK,
+        [((r.engine, r.rank, r.model_name), float(r.generation_seen)) for r in ranks if r.alive],
+    )
 
 
 def _front_gauges(fronts: Sequence[StatsPage], desired: int | None) -> Iterator[Metric]:
@@ -171,6 +220,20 @@ def _front_gauges(fronts: Sequence[StatsPage], desired: int | None) -> Iterator[
         _FRONT,
         threshold("threshold_mag"),
     )
+    yield _gauge(
+        "blasst_threshold_class_lambda",
+        "Deployment lambda in force for the longest prompt of a length class (gt_1m: 1M + 1 "
+        "tokens), schedule, scale and min_context included; absent where dense.",
+        ("prompt_length_class", *_FRONT),
+        [
+            ((cls, name(p), p.labels.get("model_name", "")), value)
+            for p in fronts
+            for cls, value in zip(
+                LENGTH_CLASSES, p.arrays.get("threshold_classes", ()), strict=False
+            )
+            if not math.isnan(value)
+        ],
+    )
     generations: list[_Row] = [
         ((state, name(p), p.labels.get("model_name", "")), p.scalar(f"generation_{state}"))
         for p in fronts
@@ -187,8 +250,6 @@ def _front_gauges(fronts: Sequence[StatsPage], desired: int | None) -> Iterator[
 
 
 def _front_counters(models: dict[str, ModelTotals]) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import HistogramMetricFamily
-
     rows = sorted(models.items())
     yield _counter(
         "blasst_desired_read_errors",
@@ -203,28 +264,52 @@ def _front_counters(models: dict[str, ModelTotals]) -> Iterator[Metric]:
         [((model,), float(total.requests_rejected)) for model, total in rows],
     )
     yield _counter(
+        "blasst_fallbacks",
+        "Requests that ran dense although a threshold was in force, by reason.",
+        ("reason", "model_name"),
+        [
+            ((reason, model), float(number))
+            for model, total in rows
+            for reason, number in total.requests_dense.items()
+        ],
+    )
+
+
+def _class_metrics(models: dict[str, _Classes]) -> Iterator[Metric]:
+    rows = [
+        ((*key, model), total)
+        for model, classes in sorted(models.items())
+        for key, total in sorted(classes.items())
+    ]
+    yield _counter(
         "blasst_requests_admitted",
         "Requests admitted, by class of lambda and of prompt length (tokens).",
         _CLASS,
-        [
-            ((*key, model), float(entry.admitted))
-            for model, total in rows
-            for key, entry in sorted(total.classes.items())
-        ],
+        [(labels, float(total.admitted)) for labels, total in rows],
     )
-    ttft = HistogramMetricFamily(
+    yield _histogram(
         "blasst_time_to_first_token_seconds",
         "Admission to first token, by class of lambda and of prompt length (tokens).",
-        labels=_CLASS,
+        [(labels, total.ttft) for labels, total in rows],
     )
+    yield _histogram(
+        "blasst_prefill_seconds",
+        "First scheduled to first token (no waiting), by class of lambda and of prompt length.",
+        [(labels, total.prefill) for labels, total in rows],
+    )
+
+
+def _histogram(name: str, text: str, rows: Iterable[tuple[Sequence[str], Histogram]]) -> Metric:
+    from prometheus_client.metrics_core import HistogramMetricFamily
+
+    family = HistogramMetricFamily(name, text, labels=_CLASS)
     edges = [*map(repr, TTFT_BUCKETS_S), "+Inf"]
-    for model, total in rows:
-        for key, entry in sorted(total.classes.items()):
-            if entry.ttft_count:
-                cumulative = itertools.accumulate(entry.ttft_buckets)
-                buckets = [(edge, float(n)) for edge, n in zip(edges, cumulative, strict=True)]
-                ttft.add_metric((*key, model), buckets, entry.ttft_sum_s)
-    yield ttft
+    for labels, found in rows:
+        if found.count:
+            cumulative = itertools.accumulate(found.buckets)
+            buckets = [(edge, float(n)) for edge, n in zip(edges, cumulative, strict=True)]
+            family.add_metric(labels, buckets, found.sum_s)
+    return family
 
 
 def _pages(pages: Sequence[StatsPage], unreadable: int) -> Iterator[Metric]:

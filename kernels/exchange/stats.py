@@ -69,8 +69,10 @@ class StatsPage:
     def shape(self, name: str) -> tuple[int, ...]:
         return next(f.shape for f in self.fields if f.name == name)
 
-    def scalar(self, name: str) -> float:
-        """The value of an array of one element."""
+    def scalar(self, name: str, default: float | None = None) -> float:
+        """The value of an array of one element. default: of a page without it; None: KeyError."""
+        if default is not None and name not in self.arrays:
+            return default
         (value,) = self.arrays[name]
         return value
 

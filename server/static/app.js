@@ -5,6 +5,7 @@ const REFRESH_MS = 1000;
 const LATE_MS = 10000;
 const STALE_S = 10; // a front end writes its page every half second
 const MIN_SAMPLES = 20; // of fewer a p95 is one request
+const UNITS = {mag: "MAG", lambda: "lambda", scale: "scale"};
 const HINTS = {
   mag: "lambda = 2^(-MAG/1000): a higher MAG skips less. Usual: 1000 to 14000.",
   lambda: "Natural base, 0 \u2264 lambda < 1; 0 skips nothing. Usual: 0.00001 to 0.5.",
@@ -81,6 +82,9 @@ async function call(method, path, headers = {}, body = undefined) {
   return data;
 }
 
+const threshold = (t) => t === null ? "dense" : `${UNITS[t.unit]} ${number(t.value)}`;
+const step = (s) => threshold(s.threshold) + (s.up_to === null ? " above" : ` to ${s.up_to}`);
+
 // A front end that has read the threshold serves nothing before a rank runs.
 const waiting = (status) => !status.ranks.some((r) => r.alive);
 
@@ -96,12 +100,13 @@ function showThreshold(status) {
   generation = desired.generation;
   minContext = desired.min_context;
   const given = desired.threshold;
-  const units = {mag: "MAG", lambda: "lambda", scale: "scale"};
   let name = "dense";
-  if (given !== null) name = `${units[given.unit]} ${number(given.value)}`;
+  if (desired.schedule) name = desired.schedule.map(step).join(", ");
+  else if (given !== null) name = threshold(given);
   else if (generation === 0) name = "never set";
   text("threshold", name);
-  text("lambda", given !== null && given.unit === "scale" ? "by length" : number(desired.lambda));
+  const byLength = desired.schedule || (given !== null && given.unit === "scale");
+  text("lambda", byLength ? "by length" : number(desired.lambda));
   text("generation", String(generation));
   const followers = live.filter((f) => f.generation_read === generation).length;
   const follow = live.length ? `${followers} of ${live.length} front ends` : "no front end";

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from blasst.kernels.exchange.schedule import Schedule, Threshold
 from blasst.kernels.threshold import ThresholdError
 from blasst.server.cli import fail
 from blasst.server.client import ApiError, Target, ThresholdClient
@@ -18,6 +19,7 @@ from blasst.server.verbs.common import add_threshold_options, threshold_of
 NOT_CONVERGED = 3
 _EPILOG = """examples:
   blasst threshold set --mag 2500 --wait 10
+  blasst threshold set --schedule 16k=off,64k=mag:7000,rest=mag:4500
   blasst threshold get --json
 
 exit codes: 0 done, 1 refused or no sidecar, 2 bad input, 3 not converged within --wait,
@@ -30,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="get|set|watch")
     get = actions.add_parser("get", help="print the threshold and who follows it")
-    change = actions.add_parser("set", help="set it; exactly one of the five units")
+    change = actions.add_parser("set", help="set it; exactly one of the six units")
     watch = actions.add_parser("watch", help="print a line at every change until interrupted")
     for action in (get, change, watch):
         action.allow_abbrev = False
@@ -41,6 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="R",
         help="share of the tiles to skip, 0 <= R < 1, through a calibration preset of the sidecar",
+    )
+    units.add_argument(
+        "--schedule",
+        type=_schedule,
+        metavar="STEPS",
+        help="a threshold for each class of prompt length: TOKENS=off or TOKENS=UNIT:VALUE, UNIT "
+        "mag, lambda or scale, the last TOKENS being `rest`, such as "
+        "16k=off,64k=mag:7000,rest=mag:4500",
     )
     change.add_argument(
         "--preset", default="", metavar="NAME", help="that preset (default: the one that fits)"
@@ -120,7 +130,9 @@ def _set(client: ThresholdClient, args: argparse.Namespace) -> int:
     rate = args.target_skip_rate
     if args.preset and rate is None:
         raise SettingsError("--preset goes with --target-skip-rate only")
-    threshold = threshold_of(args) if rate is None else Target(rate, args.preset)
+    threshold: Threshold | Target | None = args.schedule or threshold_of(args)
+    if rate is not None:
+        threshold = Target(rate, args.preset)
     if_match = "*" if args.force else f'"{client.get()["generation"]}"'
     state = client.put(
         threshold, if_match=if_match, min_context=args.min_context, reason=args.reason
@@ -162,6 +174,8 @@ def _print(state: dict[str, Any], as_json: bool) -> None:
         return
     threshold = state["threshold"]
     text = "dense" if threshold is None else f"{threshold['unit']} {threshold['value']:g}"
+    if state.get("schedule"):
+        text = str(Schedule.load(state["schedule"]))
     if threshold is not None and threshold["unit"] == "mag":
         text += f" (lambda {state['lambda']:.6g})"
     if state.get("origin"):
@@ -176,6 +190,13 @@ def _followers(state: dict[str, Any]) -> tuple[int, int]:
     """How many of the running front ends have read this generation; how many run."""
     live = [f for f in state["front_ends"] if f["alive"]]
     return sum(f["generation_read"] == state["generation"] for f in live), len(live)
+
+
+def _schedule(text: str) -> Schedule:
+    try:
+        return Schedule.parse(text)
+    except ThresholdError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def _no_unit(text: str) -> NoReturn:

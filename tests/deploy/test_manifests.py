@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from blasst.server.models import parse_change
+from blasst.server.change import parse_change
 
 BASE = "kubernetes/base"
 EXAMPLES = ("kubernetes/examples/leaderworkerset.yaml", "kubernetes/examples/rayservice.yaml")

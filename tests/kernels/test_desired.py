@@ -22,6 +22,7 @@ from blasst.kernels.exchange.desired import (
     read_desired,
     write_desired,
 )
+from blasst.kernels.exchange.schedule import Schedule
 from blasst.kernels.threshold import SkipThreshold
 
 STATE = DesiredState(
@@ -33,6 +34,8 @@ STATE = DesiredState(
     reason='a "quoted" reason, also in other letters: \u00e4\u4e2d',
 )
 
+SCHEDULE = Schedule.parse("16k=off,65536=mag:7000,rest=scale:400")
+
 
 @pytest.mark.parametrize(
     "state",
@@ -42,6 +45,7 @@ STATE = DesiredState(
         DesiredState(1, None),
         DesiredState(2, SkipThreshold("lambda", 0.1)),
         DesiredState(3, SkipThreshold("scale", 1 / 3)),
+        DesiredState(4, SCHEDULE, 100),
     ],
 )
 def test_round_trip(tmp_path: Path, state: DesiredState) -> None:
@@ -95,7 +99,7 @@ def _signed(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 3}, "schema_version 3, this release reads 1 to 2"),
+        ({"schema_version": 4}, "schema_version 4, this release reads 1 to 3"),
         ({"schema_version": 0}, "schema_version 0"),
         ({"schema_version": True}, "schema_version True"),
         ({"schema_version": "1"}, "schema_version '1'"),
@@ -109,6 +113,14 @@ def _signed(**changes: object) -> bytes:
         ({"threshold": {"unit": "volts", "value": 5}}, "unknown"),
         ({"threshold": {"unit": "mag"}}, "lacks a field"),
         ({"threshold": 5}, "wrong type"),
+        ({"threshold": {"schedule": []}}, "1 to 12 steps"),
+        ({"threshold": {"schedule": 5}}, "list of steps"),
+        ({"threshold": {"schedule": [{"up_to": 5, "threshold": None}]}}, "longer prompts"),
+        ({"threshold": {"schedule": [{"up_to": None}]}}, "up_to and threshold"),
+        (
+            {"threshold": {"schedule": [{"up_to": None, "threshold": {"unit": "mag"}}]}},
+            "unit and value",
+        ),
         ({"min_context": -1}, "min_context"),
         ({"min_context": 1 << 40}, "min_context"),
     ],
@@ -152,6 +164,18 @@ def test_only_what_is_new_needs_the_new_schema(tmp_path: Path) -> None:
     write_desired(tmp_path, state)
     assert json.loads((tmp_path / FILE_NAME).read_text())["schema_version"] == 2
     assert read_desired(tmp_path / FILE_NAME) == state
+
+
+def test_a_schedule_needs_the_newest_schema_and_nothing_else_does(tmp_path: Path) -> None:
+    for threshold, origin, version in (
+        (SCHEDULE, "", 3),
+        (SCHEDULE, "x", 3),
+        (SkipThreshold("mag", 5), "x", 2),
+        (None, "", 1),
+    ):
+        write_desired(tmp_path, replace(STATE, threshold=threshold, origin=origin))
+        assert json.loads((tmp_path / FILE_NAME).read_text())["schema_version"] == version
+        assert read_desired(tmp_path / FILE_NAME).origin == origin
 
 
 def test_a_future_file_leaves_the_last_good_state_then_dense(tmp_path: Path) -> None:

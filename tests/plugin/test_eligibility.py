@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from blasst.kernels.dispatch import choose
+from blasst.kernels.exchange.layout import LAYER_REASONS
 from blasst.kernels.native import build
 from blasst.kernels.types import Problem
 from blasst.plugin import capability, eligibility
@@ -43,28 +44,37 @@ def test_windows_count_tokens(value: int | tuple[int, int] | None, tokens: int |
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "reason", "kind"),
     [
-        ({"backend": "CPU_MLA"}, "vLLM gave it the backend CPU_MLA"),
-        ({"layer_class": "ChunkedLocalAttention"}, "ChunkedLocalAttention"),
-        ({"attn_type": "encoder_only"}, "encoder_only attention"),
-        ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
-        ({"sliding_window": 128}, "sliding window of 128 tokens"),
-        ({"soft_cap": 50.0}, "logit soft cap 50"),
-        ({"sinks": True}, "attention sinks"),
-        ({"alibi": True}, "ALiBi"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "quantised (fp8_e4m3)"),
-        ({"cache_isa": "amx"}, "'amx'"),
-        ({"cache_isa": ""}, "layout is ''"),
+        ({"backend": "CPU_MLA"}, "vLLM gave it the backend CPU_MLA", "other_backend"),
+        ({"layer_class": "ChunkedLocalAttention"}, "ChunkedLocalAttention", "layer_class"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention", "attention_type"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder attention", "attention_type"),
+        ({"sliding_window": 128}, "sliding window of 128 tokens", "sliding_window"),
+        ({"soft_cap": 50.0}, "logit soft cap 50", "soft_cap"),
+        ({"sinks": True}, "attention sinks", "sinks"),
+        ({"alibi": True}, "ALiBi", "alibi"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "quantised (fp8_e4m3)", "kv_cache_dtype"),
+        ({"cache_isa": "amx"}, "'amx'", "cache_layout"),
+        ({"cache_isa": ""}, "layout is ''", "cache_layout"),
     ],
 )
-def test_each_reason_is_told(changes: dict[str, Any], reason: str) -> None:
+def test_each_reason_is_told(changes: dict[str, Any], reason: str, kind: str) -> None:
     facts = dataclasses.replace(PLAIN, **changes)
     (told,) = layer_reasons(facts)
     assert reason in told
     verdict = judge(facts, [], "auto")
     assert verdict.impl is None
     assert told in verdict.reasons
+    assert verdict.kind == kind
+    assert kind in LAYER_REASONS
+
+
+def test_other_reasons_have_kinds_too() -> None:
+    assert judge(PLAIN, ["dual-batch overlap"], "auto").kind == "engine"
+    problem = dataclasses.replace(PROBLEM, head_dim=96)
+    assert judge(dataclasses.replace(PLAIN, problem=problem), [], "auto").kind == "kernel"
+    assert {"engine", "kernel"} <= set(LAYER_REASONS)
 
 
 @pytest.mark.parametrize(

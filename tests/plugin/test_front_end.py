@@ -11,6 +11,7 @@ import pytest
 
 from blasst.kernels.exchange.desired import DesiredState, write_desired
 from blasst.kernels.exchange.layout import LAMBDA_CLASSES, LENGTH_CLASSES, TTFT_BUCKETS_S
+from blasst.kernels.exchange.schedule import Schedule
 from blasst.kernels.exchange.stats import StatsPage, iter_stats
 from blasst.kernels.threshold import SkipThreshold
 from blasst.plugin import front_end
@@ -191,3 +192,48 @@ def test_streamed_input_runs_dense_and_refuses_a_threshold_of_its_own(
     with pytest.raises(AdmissionError, match="mag 2500 cannot hold for streamed input"):
         front.wish_of_streamed(MAG)
     assert page(tmp_path, front).scalar("requests_rejected") == 1
+
+
+def test_a_schedule_decides_by_length_and_shows_by_class(make: Make, tmp_path: Path) -> None:
+    schedule = Schedule.parse("1k=off,4k=mag:7000,rest=scale:500")
+    write_desired(tmp_path, DesiredState(3, schedule))
+    front = make()
+    found = [front.admit(None, n).skip_lambda for n in (5, 1024, 1025, 4096, 5000)]
+    assert found == [None, None, 2**-7.0, 2**-7.0, 0.1]
+    assert front.admit(MAG, 500).skip_lambda == 2**-2.5
+    assert front.admit("off", 5000).skip_lambda is None
+    shown = page(tmp_path, front)
+    lambdas = shown.arrays["threshold_classes"]
+    assert math.isnan(lambdas[0])
+    assert lambdas[1:4] == (2**-7.0, 2**-7.0, 500 / 8192)
+    assert math.isnan(shown.scalar("threshold_lambda"))
+    # A step that is dense is no fallback.
+    assert shown.arrays["requests_dense"] == (0, 0, 0)
+
+
+def test_requests_that_run_dense_under_a_threshold_are_counted(make: Make, tmp_path: Path) -> None:
+    front = make(threshold=MAG)
+    for wish, tokens in ((None, 5), (MAG, 5), ("off", 5), (None, 50)):
+        front.admit(wish, tokens)
+    assert front.wish_of_streamed(None) == "off"
+    assert front.wish_of_streamed("off") == "off"
+    front.count_dense("pooling")
+    assert page(tmp_path, front).arrays["requests_dense"] == (2, 1, 1)
+
+
+def test_without_a_threshold_nothing_falls_back(make: Make, tmp_path: Path) -> None:
+    front = make()
+    front.admit(None, 5)
+    front.wish_of_streamed(None)
+    front.count_dense("pooling")
+    assert page(tmp_path, front).arrays["requests_dense"] == (0, 0, 0)
+
+
+def test_prefill_times_have_tables_of_their_own(make: Make, tmp_path: Path) -> None:
+    front = make()
+    at = cell(front.admit(MAG, 500), 500)
+    front.prefill(at, 0.5)
+    found = page(tmp_path, front)
+    assert (found.arrays["prefill_count"][at], found.arrays["prefill_sum_seconds"][at]) == (1, 0.5)
+    assert sum(found.arrays["prefill_bucket"]) == 1
+    assert sum(found.arrays["ttft_count"]) == 0

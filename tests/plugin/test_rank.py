@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from blasst.kernels.exchange.stats import StatsPage, iter_stats
+from blasst.kernels.types import Geometry
 from blasst.plugin import request_tap
 from blasst.plugin.patching import wrap_method
 from blasst.plugin.rank import Rank, RankShape
@@ -211,3 +212,18 @@ def test_a_removed_page_is_put_back_only_in_a_state_folder(tmp_path: Path) -> No
     assert page(tmp_path / "kept").scalar("prefill_tokens_dense") == 5
     gone.close()
     assert not (tmp_path / "gone").exists()
+
+
+def test_the_page_says_what_votes_as_one_and_which_generation_came(tmp_path: Path) -> None:
+    shape = RankShape(
+        "0", "0", "tiny", 1, 1, impl="cpu", geometry=Geometry(64, 128), layers_voting=1
+    )
+    counting = rank(tmp_path, shape)
+    for generation in (4, 9, 7):
+        step_of = f"r{generation}"
+        counting.note([new(step_of, Stamp(None, generation))], [])
+        step(counting, {step_of: 5})
+    counting.close()
+    found = page(tmp_path)
+    assert (found.labels["tile_m"], found.labels["tile_n"]) == ("64", "128")
+    assert (found.scalar("generation_seen"), found.scalar("layers_voting")) == (9, 1)

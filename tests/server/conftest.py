@@ -50,7 +50,13 @@ class FakeEngine:
         self.tables: dict[str, list[list[float]]] = {}
 
     def rank(
-        self, rank: int = 0, *, visited: int = 100, engine: int = 0, refusal: str = ""
+        self,
+        rank: int = 0,
+        *,
+        visited: int = 100,
+        engine: int = 0,
+        refusal: str = "",
+        tiles: str = "128x128",
     ) -> StatsWriter:
         """Layer l skips 10 * (l + 1) % of `visited`, so each row of the heat map differs."""
         writer = StatsWriter(
@@ -66,16 +72,17 @@ class FakeEngine:
                 "first_layer": "0",
                 "first_kv_head": str(rank * HEADS),
                 "refusal": refusal,
+                **dict(zip(("tile_m", "tile_n"), tiles.split("x"), strict=False)),
             },
             fields=rank_fields(LAYERS, HEADS),
         )
-        tiles = [
+        counts = [
             n
             for layer in range(LAYERS)
             for _ in range(HEADS)
             for n in (visited, visited * (layer + 1) // 10)
         ]
-        writer.update(tiles=tiles, prefill_tokens_vote=4096, decode_tokens=7)
+        writer.update(tiles=counts, prefill_tokens_vote=4096, decode_tokens=7)
         self.writers.append(writer)
         return writer
 

@@ -75,6 +75,32 @@ def test_units(client, body, unit, mag, skip_lambda):
     assert (answer["mag"], answer["lambda"]) == (mag, skip_lambda)
 
 
+def test_a_schedule_by_prompt_length(client, tmp_path):
+    steps = [{"up_to": 16384, "off": True}, {"up_to": 65536, "mag": 7000}, {"lambda": 0.05}]
+    body = put(client, {"schedule": steps, "min_context": 5}).json()
+    assert (body["threshold"], body["mag"], body["lambda"]) == (None, None, None)
+    assert body["schedule"] == [
+        {"up_to": 16384, "threshold": None},
+        {"up_to": 65536, "threshold": {"unit": "mag", "value": 7000.0}},
+        {"up_to": None, "threshold": {"unit": "lambda", "value": 0.05}},
+    ]
+    assert client.get(THRESHOLD).json() == body
+    assert str(read_desired(tmp_path / FILE_NAME).threshold).endswith("lambda 0.05 above")
+    assert put(client, {"schedule": steps, "min_context": 5}).json()["generation"] == 1
+    assert put(client, {"mag": 5}).json()["schedule"] is None
+    (first, second) = client.get("/v1/blasst/audit").json()["records"]
+    assert first["new"]["schedule"] == body["schedule"] == second["old"]["schedule"]
+    # What only the steps together get wrong, no schema can say.
+    for bad, message in (
+        ([{"up_to": 5, "off": True}], "longer prompts would have none"),
+        ([{"up_to": 5, "off": True}, {"up_to": 5, "off": True}, {"mag": 5}], "must be above"),
+        ([{"mag": 5}, {"mag": 5}], "only the last step"),
+    ):
+        answer = put(client, {"schedule": bad})
+        assert answer.status_code == 422
+        assert message in answer.json()["detail"]
+
+
 def test_off_and_delete_are_dense_and_count_as_changes(client):
     put(client, {"mag": 2500})
     assert put(client, {"off": True}).json()["threshold"] is None
@@ -131,6 +157,18 @@ BAD_VALUES = [
     {"mag": 2500, "min_context": 1.5},
     {"mag": 2500, "min_context": True},
     {"mag": 2500, "min_context": None},
+    {"schedule": []},
+    {"schedule": {}},
+    {"schedule": None},
+    {"schedule": [{}]},
+    {"schedule": [{"up_to": None, "off": True}]},
+    {"schedule": [{"up_to": 0, "off": True}, {"off": True}]},
+    {"schedule": [{"up_to": 1.5, "off": True}, {"off": True}]},
+    {"schedule": [{"mag": 5, "off": True}]},
+    {"schedule": [{"target_skip_rate": 0.5}]},
+    {"schedule": [{"mag": 1e9}]},
+    {"schedule": [{"off": True}] * 13},
+    {"schedule": [{"mag": 2500}], "mag": 2500},
     {"mag": 2500, "reason": 5},
     {"mag": 2500, "reason": "x" * 501},
     [],
@@ -411,7 +449,7 @@ def test_the_page_loads_nothing_from_elsewhere():
 def test_openapi_schema_of_the_body_agrees_with_what_is_accepted(client):
     document = client.get("/openapi.json").json()
     schema = document["components"]["schemas"]["ThresholdChange"]
-    validator = jsonschema.Draft202012Validator(schema)
+    validator = jsonschema.Draft202012Validator({**document, **schema})
     for good in schema["examples"]:
         validator.validate(good)
         # No engine runs here that could say whether a preset fits.

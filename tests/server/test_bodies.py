@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blasst.server.models import parse_change
+from blasst.server.change import parse_change
 from blasst.server.problems import Problem
 
 JSON_VALUES = st.recursive(

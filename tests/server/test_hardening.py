@@ -222,8 +222,27 @@ def presets(tmp_path):
     return make
 
 
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (["128x128"], "calibrated for cpu:64x128 and tiles of 128x128 vote"),
+        (["64x128", "128x128"], "tiles of 128x128, 64x128 vote"),
+        ([""], "does not say how many rows and keys"),
+        (["64x128", ""], "does not say how many rows and keys"),
+    ],
+)
+def test_a_preset_of_other_tiles_is_refused(client, fake_engine, presets, ranks, message):
+    engine = fake_engine()
+    for rank, tiles in enumerate(ranks):
+        engine.rank(rank, tiles=tiles)
+    presets("ours", preset())
+    answer = put(client, {"target_skip_rate": 0.5})
+    assert (answer.status_code, kind(answer)) == (409, "preset-unfit")
+    assert message in client.get("/v1/blasst/presets").json()["presets"][0]["refusal"]
+
+
 def test_a_target_becomes_the_scale_of_the_preset_that_fits(client, fake_engine, presets):
-    fake_engine().rank(0)
+    fake_engine().rank(0, tiles="64x128")
     presets("ours", preset())
     presets("other-model", preset(model="large"))
     presets("other-kernel", preset(impl="hopper"))
@@ -274,11 +293,12 @@ def test_every_change_is_a_line_of_the_audit_log(client, tmp_path):
     client.delete(THRESHOLD, headers={"if-match": "*"})
     records = client.get("/v1/blasst/audit").json()["records"]
     assert [(r["generation"], r["result"]) for r in records] == [(n, "applied") for n in (1, 2, 3)]
-    assert records[0]["old"] == {"threshold": None, "min_context": None}
+    assert records[0]["old"] == {"threshold": None, "schedule": None, "min_context": None}
     assert records[0]["reason"] == "first"
     assert records[1]["old"] == records[0]["new"]
     assert records[1]["new"] == {
         "threshold": {"unit": "lambda", "value": 0.5},
+        "schedule": None,
         "min_context": 7,
     }
     assert records[2]["who"] == "testclient"

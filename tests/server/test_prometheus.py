@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import struct
 import subprocess
@@ -13,11 +14,23 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from blasst.kernels.exchange.layout import TTFT_BUCKETS_S, front_fields, rank_fields
+from blasst.kernels.exchange.layout import (
+    LAMBDA_CLASSES,
+    LATER_FRONT_FIELDS,
+    LATER_RANK_FIELDS,
+    LAYER_REASONS,
+    LENGTH_CLASSES,
+    TTFT_BUCKETS_S,
+    front_fields,
+    rank_fields,
+    ttft_bucket,
+)
 from blasst.kernels.exchange.pages import CachedPages, rank_totals
-from blasst.kernels.exchange.prometheus import PagesCollector
+from blasst.kernels.exchange.prometheus import MOST_CLASSES, PagesCollector
 from blasst.kernels.exchange.stats import Field, StatsWriter
 from blasst.server.observe import front_end_views, quantile
+
+CELLS = len(LAMBDA_CLASSES) * len(LENGTH_CLASSES)
 
 
 class Scraped:
@@ -53,14 +66,14 @@ def scrape(stats: Path) -> Scraped:
     return Scraped(PagesCollector(stats))
 
 
-def test_tiles_carry_absolute_layer_and_head_of_every_rank(fake_engine, stats):
+def test_tiles_carry_absolute_layers_of_every_rank_with_heads_added_up(fake_engine, stats):
     engine = fake_engine()
     engine.rank(0)
     engine.rank(1)
     page = scrape(stats)
-    labels = {"engine": "0", "rank": "1", "kv_head": "3", "model_name": "tiny"}
-    assert page("blasst_tiles_visited_total", layer="2", **labels) == 100
-    assert page("blasst_tiles_skipped_total", layer="2", **labels) == 30
+    labels = {"engine": "0", "rank": "1", "model_name": "tiny"}
+    assert page("blasst_tiles_visited_total", layer="2", **labels) == 200
+    assert page("blasst_tiles_skipped_total", layer="2", **labels) == 60
     assert page.sum("blasst_tiles_visited_total") == 100 * 2 * 3 * 2
     rank = {"engine": "0", "rank": "0", "model_name": "tiny"}
     assert page("blasst_prefill_tokens_total", path="vote", **rank) == 4096
@@ -74,12 +87,12 @@ def test_a_dead_page_counts_until_it_is_removed(fake_engine, stats):
     dead = engine.kill(engine.writers[0].path.name)
     dead = dead.rename(dead.with_name("rank-0-0-1.stats"))
     engine.rank(0, visited=1)
-    labels = {"engine": "0", "rank": "0", "layer": "0", "kv_head": "0", "model_name": "tiny"}
+    labels = {"engine": "0", "rank": "0", "layer": "0", "model_name": "tiny"}
     page = scrape(stats)
-    assert page("blasst_tiles_visited_total", **labels) == 101
+    assert page("blasst_tiles_visited_total", **labels) == 202
     assert page("blasst_stats_pages", state="dead") == 1
     dead.unlink()
-    assert scrape(stats)("blasst_tiles_visited_total", **labels) == 1
+    assert scrape(stats)("blasst_tiles_visited_total", **labels) == 2
 
 
 def test_ttft_histogram_is_cumulative_with_all_buckets_of_the_layout(fake_engine, stats):
@@ -170,7 +183,7 @@ def test_a_scrape_never_fails_on_foreign_files(fake_engine, stats, content):
 
 
 TILES = Field("tiles", (1, 1, 2))
-SCALARS = rank_fields(1, 1)[1:]
+SCALARS = [f for f in rank_fields(1, 1)[1:] if f not in LATER_RANK_FIELDS]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +194,8 @@ SCALARS = rank_fields(1, 1)[1:]
         ("front", {}, [*front_fields(), Field("generation_read", (2,))]),
         ("rank", {}, [TILES]),
         ("rank", {}, SCALARS),
+        ("rank", {}, [TILES, *SCALARS, LATER_RANK_FIELDS[0]]),
+        ("front", {}, [*front_fields()[:-1]]),
         ("rank", {}, [Field("tiles", (1, 2)), *SCALARS]),
         ("rank", {}, [Field("tiles", (1, 1, 3)), *SCALARS]),
         ("rank", {}, [Field("tiles", (1, 1, 2), "d"), *SCALARS]),
@@ -265,3 +280,95 @@ def test_importing_the_module_does_not_import_prometheus_client():
         "sys.exit('prometheus_client' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+def test_callers_cannot_make_more_classes_than_are_bounded(fake_engine, stats):
+    """Both labels follow from what a caller sends: one that uses every class."""
+    engine = fake_engine()
+    engine.front(42)
+    collector = PagesCollector(stats, max_age_s=0)
+    engine.requests(None, 1000, [0.1])
+    engine.requests(0.9, 1 << 22, [0.1])
+    Scraped(collector)
+    lambdas = [None, 0.0, 1e-4, 2**-8, 2**-5, 2**-3, 2**-2, 2**-1.2, 0.9]
+    for skip_lambda in lambdas:
+        for i in range(len(LENGTH_CLASSES)):
+            engine.requests(skip_lambda, 1024 << i, [0.1, 0.2])
+    page = Scraped(collector)
+    name = "blasst_time_to_first_token_seconds_count"
+    assert sum(n == name for n, _ in page.samples) == MOST_CLASSES + 1
+    assert page.sum(name) == 2 + 2 * len(lambdas) * len(LENGTH_CLASSES)
+    assert page.sum("blasst_requests_admitted_total") == page.sum(name)
+    # What was shown before stays shown: its counter does not fall.
+    labels = {"lambda_class": "mag_lt_1000", "prompt_length_class": "gt_1m", "model_name": "tiny"}
+    assert page(name, **labels) == 3
+    assert page(name, **dict.fromkeys(labels, "other") | {"model_name": "tiny"}) > 0
+    assert len(page.samples) < 2 * 123 * (MOST_CLASSES + 1)
+
+
+def test_a_5_percent_change_shows_in_the_buckets():
+    """Half the counts of a bucket move: the quantile follows to within 2 percentage points."""
+    rng = random.Random(0)
+    before = [rng.lognormvariate(math.log(1.194), 0.15) for _ in range(4000)]
+    quantiles = []
+    for factor in (1.0, 0.95):
+        buckets = [0] * (len(TTFT_BUCKETS_S) + 1)
+        for seconds in before:
+            buckets[ttft_bucket(factor * seconds)] += 1
+        quantiles.append(quantile(buckets, 0.5))
+    assert quantiles[1] / quantiles[0] - 1 == pytest.approx(-0.05, abs=0.02)
+
+
+def test_layers_and_generations_of_ranks_and_requests_that_fell_back(fake_engine, stats):
+    engine = fake_engine()
+    engine.rank(0).update(
+        layers_voting=2, layers_dense=[int(r == "sinks") for r in LAYER_REASONS], generation_seen=7
+    )
+    engine.front(42, generation=7)
+    engine.writers[-1].update(requests_dense=[3, 0, 1], prefill_count=[5] * CELLS)
+    page = scrape(stats)
+    rank = {"engine": "0", "rank": "0", "model_name": "tiny"}
+    assert page("blasst_layers", path="vote", reason="", **rank) == 2
+    assert page("blasst_layers", path="dense", reason="sinks", **rank) == 1
+    assert page.sum("blasst_layers") == 3
+    assert page("blasst_rank_generation", **rank) == 7
+    model = {"model_name": "tiny"}
+    assert page("blasst_fallbacks_total", reason="below_min_context", **model) == 3
+    assert page("blasst_fallbacks_total", reason="streamed_input", **model) == 0
+    assert page("blasst_fallbacks_total", reason="pooling", **model) == 1
+
+
+def test_lambda_in_force_by_length_class(fake_engine, stats):
+    engine = fake_engine()
+    engine.front(42)
+    lambdas = [math.nan] * 4 + [0.25] * (len(LENGTH_CLASSES) - 4)
+    engine.writers[-1].update(threshold_classes=lambdas)
+    page = scrape(stats)
+    labels = {"front_end": "front-42", "model_name": "tiny"}
+    assert page("blasst_threshold_class_lambda", prompt_length_class="le_16k", **labels) == 0.25
+    shown = [n for n, _ in page.samples if n == "blasst_threshold_class_lambda"]
+    assert len(shown) == len(LENGTH_CLASSES) - 4
+
+
+def test_pages_of_release_0_1_0_still_count(fake_engine, stats):
+    """They lack the fields and labels that came later."""
+    stats.mkdir()
+    old_front = [f for f in front_fields() if f not in LATER_FRONT_FIELDS]
+    front = StatsWriter(stats, "front-1", kind="front", labels={}, fields=old_front)
+    front.update(
+        ttft_count=[1] * CELLS,
+        requests_admitted=[1] * CELLS,
+        generation_read=4,
+        desired_read_errors=2,
+    )
+    rank = StatsWriter(stats, "rank-0-0-1", kind="rank", labels={}, fields=[TILES, *SCALARS])
+    rank.update(tiles=[10, 4], decode_tokens=5)
+    page = scrape(stats)
+    assert page("blasst_stats_pages", state="unreadable") == 0
+    assert page.sum("blasst_requests_admitted_total") == CELLS
+    assert page.sum("blasst_tiles_skipped_total") == 4
+    assert page.sum("blasst_fallbacks_total") == 0
+    assert page.sum("blasst_desired_read_errors_total") == 2
+    assert "blasst_prefill_seconds_count" not in page.names()
+    for writer in (front, rank):
+        writer.close()

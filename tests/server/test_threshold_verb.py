@@ -80,10 +80,23 @@ def test_every_unit_and_json(blasst_threshold, options, threshold):
     assert json.loads(blasst_threshold("get", "--json")[1])["threshold"] == threshold
 
 
+def test_a_schedule(blasst_threshold, tmp_path):
+    text = "16k=off,64k=mag:7000,rest=lambda:0.05"
+    code, out, _ = blasst_threshold("set", "--schedule", text)
+    assert code == 0
+    told = "dense to 16384 tokens, mag 7000 to 65536 tokens, lambda 0.05 above"
+    assert out.startswith(f"{told}, generation 1")
+    assert str(read_desired(tmp_path / FILE_NAME).threshold) == told
+    assert json.loads(blasst_threshold("get", "--json")[1])["schedule"][0]["up_to"] == 16384
+
+
 @pytest.mark.parametrize(
     "options",
     [
         [],
+        ["--schedule", "16k=off"],
+        ["--schedule", "rest=mag:0"],
+        ["--schedule", "rest=off", "--off"],
         ["--mag", "0"],
         ["--mag", "-2500"],
         ["--mag", "high"],
@@ -289,7 +302,7 @@ def test_a_proxy_of_the_environment_is_left_out(blasst_threshold, monkeypatch):
 
 
 def test_a_target_skip_rate_goes_through_a_preset(blasst_threshold, fake_engine, tmp_path):
-    fake_engine(tmp_path / "stats").rank(0)
+    fake_engine(tmp_path / "stats").rank(0, tiles="64x128")
     (tmp_path / "presets").mkdir()
     curve = PresetFit(0.02, 12, 0.1, 0.9, (4096,))
     geometry = PresetGeometry("cpu", 64, 128)
