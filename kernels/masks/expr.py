@@ -97,9 +97,15 @@ class Field(Term):
 
 @dataclass(frozen=True, eq=False)
 class Constant(Term):
-    """Part of the structure: another value is another kernel."""
+    """Part of the structure: another value is another kernel.
+
+    A plain int: torch.compile takes `tensor != Role.THINK`, an enumeration's member, for True.
+    """
 
     value: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", int(self.value))
 
     def text(self) -> str:
         return str(self.value)

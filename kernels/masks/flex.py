@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,17 +19,33 @@ TRITON_GEOMETRY = Geometry(128, 128)
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiled(kind: tuple[object, ...]) -> Callable[..., Any]:
+    """One for each kind of call. torch.compile counts recompilations by code object and gives up at
+    8, so each kind has a code object of its own: a process may use any number of masks."""
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(*args, **kwargs)
+
+    own = types.FunctionType(attend.__code__.replace(), attend.__globals__, f"attend{hash(kind)}")
+    return torch.compile(own, fullgraph=True)
+
+
+def _function(x: Inputs, backend: Backend) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True)
+    if torch.compiler.is_compiling():
+        return flex_attention
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.v))
+    return _compiled((x.mask.mask.text(), backend, x.want_lse, wants_grad, x.q.dtype))
 
 
 def run(x: Inputs, *, backend: Backend, geometry: Geometry, write_order: bool = False) -> Result:
     """On a CPU, Inductor's C++ kernel runs, whatever the backend: forward only, without lse."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    result = _compiled()(
+    result = _function(x, backend)(
         x.q.transpose(1, 2),
         x.k.transpose(1, 2),
         x.v.transpose(1, 2),

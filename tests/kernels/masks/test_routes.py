@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_flex_attention_compiled() -> None:
         )
     expected = masked_attention(q, k, v, mask, impl="eager", softmax_scale=0.2)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+
+
+def test_a_process_may_use_any_number_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives up at the ninth compilation of one function."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    flex._compiled.cache_clear()
+    pairs = [left & right for left in MASKS.values() for right in MASKS.values()]
+    masks = [*MASKS.values(), *pairs][: torch._dynamo.config.recompile_limit + 2]
+    for mask in masks:
+        bound = bind(mask, segments(6, 1, 64))
+        q, k, v = tensors(7, bound, (2, 2), 16, torch.float32)
+        with torch.no_grad():
+            out, _ = flex.run(
+                Inputs(q, k, v, bound, 0.2), backend="TRITON", geometry=flex.TRITON_GEOMETRY
+            )
+        expected = masked_attention(q, k, v, bound, impl="eager", softmax_scale=0.2)
+        seen = bound.dense()[0].any(-1)  # uncompiled, FlexAttention averages the others' values
+        torch.testing.assert_close(out[:, seen], expected[:, seen], atol=2e-5, rtol=0)
+    flex._compiled.cache_clear()  # of functions that another test must not meet
 
 
 @settings(deadline=None, max_examples=15)
