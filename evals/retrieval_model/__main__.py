@@ -6,8 +6,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blasst.evals.errors import EvalsError, InputError
+
+if TYPE_CHECKING:
+    from blasst.evals.retrieval_model.train import Trainer
 
 
 def main() -> int:
@@ -18,6 +22,9 @@ def main() -> int:
     train = verbs.add_parser("train", help="train, resuming from a checkpoint in OUT")
     train.add_argument("--text", type=Path, required=True, help="running text, any language")
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
+    train.add_argument(
+        "--init", type=Path, help="exported folder to go on from, with a curriculum of its own"
+    )
     train.add_argument("--config", type=Path, help="JSON with changes to config.py's defaults")
     damage = verbs.add_parser("damage", help="score under skipping rules, random loss, lost needle")
     damage.add_argument("--model", type=Path, required=True, help="exported folder")
@@ -33,22 +40,29 @@ def main() -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from blasst.evals.retrieval_model.config import read
+    from blasst.evals.retrieval_model.config import continued, read
     from blasst.evals.retrieval_model.train import Trainer, export
 
     try:
         text = args.text.read_text("utf-8", "replace")
     except OSError as e:
         raise InputError(f"--text {args.text} cannot be read: {e.strerror}") from e
-    training = read(args.config)
-    trainer = Trainer(training, text, args.out, _say)
+    defaults = {"stages": continued(), "rate": 1e-3, "decay": 0.6} if args.init else None
+    training = read(args.config, defaults)
+    trainer = Trainer(training, text, args.out, _say, args.init)
+    if args.init and not trainer.progress.step:
+        _scores(trainer, training.lengths)
     done = trainer.run()
-    lengths = [max(stage.lengths) for stage in training.stages[: trainer.progress.stage + 1]]
-    for length in sorted(set(lengths)):
-        found = trainer.evaluate(length)
-        _say(json.dumps({"length": length} | {task: vars(s) for task, s in found.items()}))
+    _scores(trainer, training.lengths)
     export(trainer.model, trainer.tokenizer, args.out / "model")
     return 0 if done else 3
+
+
+def _scores(trainer: Trainer, lengths: tuple[int, ...]) -> None:
+    for length in lengths:
+        found = trainer.evaluate(length)
+        short = {k: [round(x, 4) for x in (s.exact, s.tokens, s.nll)] for k, s in found.items()}
+        _say(json.dumps({"length": length, "step": trainer.progress.step} | short))
 
 
 def _damage(args: argparse.Namespace) -> int:

@@ -40,6 +40,16 @@ class Stage:
     gate: float | None = None
 
 
+def continued() -> tuple[Stage, ...]:
+    """For a model that finds needles already: what was added to the tasks, then long documents."""
+    tasks = (0.02, 0.43, 0.15, 0.4)
+    return (
+        Stage(110, {1024: 0.4, 4096: 0.6}, 65536, 1, tasks),
+        Stage(140, {1024: 0.1, 4096: 0.4, 16384: 0.5}, 131072, 1, tasks),
+        Stage(140, {1024: 0.05, 4096: 0.2, 16384: 0.35, 32768: 0.4}, 131072, 2, tasks),
+    )
+
+
 def curriculum() -> tuple[Stage, ...]:
     """Induction first, at short lengths and small steps; then ever longer documents."""
     tasks = (0.02, 0.58, 0.2, 0.2)
@@ -55,7 +65,8 @@ def curriculum() -> tuple[Stage, ...]:
 @dataclass(frozen=True)
 class Training:
     """background: share of the other tokens that are trained on too, with weight 0.1. decay: the
-    last share of the time in which the rate falls. leg_s: seconds before it saves and stops."""
+    last share of the time in which the rate falls. leg_s: seconds before it saves and stops.
+    compiled: blocks are compiled, on a GPU. evaluate: documents a task and length."""
 
     shape: Shape = field(default_factory=Shape)
     stages: tuple[Stage, ...] = field(default_factory=curriculum)
@@ -67,26 +78,55 @@ class Training:
     workers: int = 14
     leg_s: float = 550.0
     seed: int = 1
+    compiled: bool = True
     evaluate: int = 64
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The longest of each stage."""
+        return tuple(sorted({max(stage.lengths) for stage in self.stages}))
 
     @property
     def total_s(self) -> float:
         return sum(stage.seconds for stage in self.stages)
 
 
-def read(path: Path | None) -> Training:
-    """Defaults with the changes of a JSON file. Raises InputError for an unknown name."""
-    if path is None:
-        return Training()
+def read(path: Path | None, defaults: dict[str, Any] | None = None) -> Training:
+    """defaults with the changes of a JSON file. Raises InputError for an unknown name."""
     try:
-        body: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        if "shape" in body:
+        body = dict(defaults or {})
+        body |= json.loads(path.read_text("utf-8")) if path is not None else {}
+        if isinstance(body.get("shape"), dict):
             body["shape"] = Shape(**body["shape"])
         if "stages" in body:
-            body["stages"] = tuple(_stage(stage) for stage in body["stages"])
+            body["stages"] = tuple(
+                stage if isinstance(stage, Stage) else _stage(stage) for stage in body["stages"]
+            )
         return Training(**body)
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise InputError(f"{path} is not a training configuration: {e!r}") from e
+
+
+def shape_of(folder: Path) -> Shape:
+    """Of an exported folder's config.json. Raises InputError when there is none that fits."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        return Shape(
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            feed_forward=config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            theta=config["rope_parameters"]["rope_theta"],
+            positions=config["max_position_embeddings"],
+        )
+    except OSError as e:
+        raise InputError(f"{path} cannot be read ({e.strerror}); give an exported folder") from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise InputError(f"{path} is not the config.json of such a model: {e!r}") from e
 
 
 def _stage(body: dict[str, Any]) -> Stage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from blasst.evals.retrieval_model.config import Shape
+from blasst.evals.errors import InputError
 from blasst.evals.retrieval_model.damage import Damage
-from blasst.evals.retrieval_model.documents import Documents
+from blasst.evals.retrieval_model.documents import EVALUATED, Documents
 from blasst.evals.retrieval_model.model import RetrievalModel, load
+from blasst.evals.retrieval_model.tokenizer import read_tokenizer
 
 LAMBDAS = (0.0, 0.01, 0.177, 0.5, 0.9, 8.0, 64.0)
 """Above 1: deliberately wrong, a row may lose the block with its maximum."""
@@ -25,10 +25,10 @@ Row = dict[str, Any]
 
 def experiment(folder: Path, task: str, count: int, length: int) -> Iterator[Row]:
     """A row a kind of damage: exact answers (share), NLL (nats a token), tiles skipped (share)."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = load(folder, shape_of(folder))
+    if task not in EVALUATED:
+        raise InputError(f"--task {task!r} is unknown; choose one of {', '.join(EVALUATED)}")
+    tokenizer = read_tokenizer(folder)
+    model = load(folder)
     filler = " ".join(f"word{i} of the text." for i in range(4000))
     essay = np.array(tokenizer.encode(filler, add_special_tokens=False).ids, np.int32)
     ids, weights = Documents(tokenizer, essay, 10**6).evaluation(task, count, length)
@@ -40,22 +40,6 @@ def experiment(folder: Path, task: str, count: int, length: int) -> Iterator[Row
         yield {"damage": name, "task": task, **measure(model, documents, damage)}
     row = measure(model, documents, Damage(), lose_answers=True)
     yield {"damage": "lost needle", "task": task, **row}
-
-
-def shape_of(folder: Path) -> Shape:
-    """Of an exported folder's config.json."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    return Shape(
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        feed_forward=config["intermediate_size"],
-        vocabulary=config["vocab_size"],
-        theta=config["rope_parameters"]["rope_theta"],
-        positions=config["max_position_embeddings"],
-    )
 
 
 @torch.no_grad()

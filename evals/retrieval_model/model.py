@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from blasst.evals.retrieval_model.config import Shape
+from blasst.evals.errors import InputError
+from blasst.evals.retrieval_model.config import Shape, shape_of
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, H, T, D], k and v [B, KV, T, D] -> [B, H, T, D], causal."""
@@ -104,21 +105,31 @@ class RetrievalModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.embed_tokens.weight.T.to(hidden.dtype)
 
+    def compile_blocks(self) -> None:
+        """Once for each shape that comes; halves a training step on a GPU."""
+        for block in self._blocks:
+            block.compile(dynamic=False)
+
     def replace_attention(self, attend: Attention) -> None:
         for block in self._blocks:
             block.self_attn.attend = attend
 
 
-def load(folder: Path, shape: Shape) -> RetrievalModel:
-    """The float32 model of an exported folder."""
+def load(folder: Path) -> RetrievalModel:
+    """The float32 model of an exported folder. Raises InputError when it is none."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    model = RetrievalModel(shape_of(folder))
     weights: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(path)
-    model = RetrievalModel(shape)
-    names = {n.removeprefix("model."): w.float() for n, w in weights.items() if "lm_head" not in n}
-    model.load_state_dict(names)
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            weights |= load_file(path)
+        names = {n.removeprefix("model."): w.float() for n, w in weights.items()}
+        names.pop("lm_head.weight", None)
+        model.load_state_dict(names)
+    except (OSError, SafetensorError, RuntimeError) as e:
+        raise InputError(f"{folder} does not hold the weights of its config.json: {e}") from e
     return model.eval()
 
 

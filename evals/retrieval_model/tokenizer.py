@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blasst.evals import texts
+from blasst.evals.errors import InputError
 from blasst.evals.official.niah import singular
 from blasst.evals.wordlists import word_lists
 
@@ -14,6 +16,16 @@ if TYPE_CHECKING:
 
 SPECIALS = ("<pad>", "<s>", "</s>")
 _CHUNK, _TEXT = 20_000, 2_000_000
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Of an exported folder. Raises InputError when there is none."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(f"{folder} holds no tokenizer.json; give an exported folder")
+    return Tokenizer.from_file(str(path))
 
 
 def build_tokenizer(text: str, vocabulary: int) -> Tokenizer:

@@ -19,9 +19,9 @@ from blasst.evals.errors import EvalsError
 from blasst.evals.packages import Say
 from blasst.evals.retrieval_model.config import Shape, Stage, Training
 from blasst.evals.retrieval_model.documents import EVALUATED, Documents
-from blasst.evals.retrieval_model.model import RetrievalModel
+from blasst.evals.retrieval_model.model import RetrievalModel, load
 from blasst.evals.retrieval_model.optimizer import Optimizer
-from blasst.evals.retrieval_model.tokenizer import SPECIALS, build_tokenizer
+from blasst.evals.retrieval_model.tokenizer import SPECIALS, build_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -75,16 +75,26 @@ class _Stream(IterableDataset[Batch]):
 
 
 class Trainer:
-    """text: running text for the tokenizer and the haystack. out: checkpoint, then the model."""
+    """text: running text for the tokenizer and the haystack. out: checkpoint, then the model.
+    init: exported folder to go on from, with its tokenizer and shape."""
 
-    def __init__(self, training: Training, text: str, out: Path, say: Say) -> None:
+    def __init__(
+        self, training: Training, text: str, out: Path, say: Say, init: Path | None = None
+    ) -> None:
         torch.manual_seed(training.seed)
         self._training, self._out, self._say = training, out, say
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer: Tokenizer = build_tokenizer(text, training.shape.vocabulary)
+        self.tokenizer: Tokenizer = (
+            build_tokenizer(text, training.shape.vocabulary)
+            if init is None
+            else read_tokenizer(init)
+        )
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         self._essay = np.array(ids, np.int32)
-        self.model = RetrievalModel(training.shape).to(self.device)
+        model = RetrievalModel(training.shape) if init is None else load(init)
+        self.model = model.train().to(self.device)
+        if training.compiled and self.device.type == "cuda":
+            self.model.compile_blocks()
         self._optimizer = Optimizer(self.model, training.weight_decay)
         self.progress = Progress()
         self._resume()
@@ -157,7 +167,7 @@ class Trainer:
 
     def _loss(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Answer tokens with their weight, and a sample of the others with a tenth."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+        with _mixed(self.device):
             hidden = self.model(ids)[:, :-1].flatten(0, 1)
             weight, wanted = weights[:, 1:].flatten(), ids[:, 1:].flatten()
             sampled = torch.rand_like(weight) < self._training.background
@@ -198,6 +208,10 @@ class Trainer:
         partial.replace(self._out / "checkpoint.pt")
 
 
+def _mixed(device: torch.device) -> torch.autocast:
+    return torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
+
+
 @torch.no_grad()
 def score(model: RetrievalModel, ids: torch.Tensor, weights: torch.Tensor) -> Scores:
     """Teacher-forced, document by document: right under greedy decoding if all tokens are."""
@@ -205,9 +219,11 @@ def score(model: RetrievalModel, ids: torch.Tensor, weights: torch.Tensor) -> Sc
     exact = right = total = 0
     nll = 0.0
     for row, weight in zip(ids, weights, strict=True):
-        hidden = model(row[None].to(device))[0, :-1]
+        # Never compiled: one document is another shape than a batch.
+        with torch.compiler.set_stance("force_eager"), _mixed(device):
+            hidden = model(row[None].to(device))[0, :-1]
         asked = (weight[1:] > 0).to(device)
-        logits, wanted = model.logits(hidden[asked]).float(), row[1:].to(device)[asked]
+        logits, wanted = model.logits(hidden[asked].float()), row[1:].to(device)[asked]
         hits = int((logits.argmax(-1) == wanted).sum())
         exact += hits == len(wanted)
         right += hits
