@@ -46,7 +46,10 @@ class Config:
     block_mask: bool = False
 
     def cluster_for(self, heads_of_a_group: int) -> int:
-        """Two where it measured best: each thread block then issues half of the copies."""
+        """Two where it measured best: each thread block then issues half of the copies. One under a
+        block mask: heads may visit different blocks."""
+        if self.block_mask:
+            return 1
         shares = self.whole_rows or (self.head_dim == 128 and not self.vote)
         return 2 if shares and heads_of_a_group % 2 == 0 else 1
 

@@ -4,6 +4,7 @@ The product P @ V of a block is issued one visit later, behind the next Q @ K.T.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -45,7 +46,8 @@ class Operands:
 class Consumer:
     """tile: this warpgroup's rows. visits: blocks of the whole thread block's tile, >= tile's.
 
-    floor: [2], log2(lambda) of each row; +inf for rows that do not exist.
+    floor: [2], log2(lambda) of each row; +inf for rows that do not exist. seen: with a block mask,
+    `seen.Seen`, what the rows see of each visit.
     """
 
     config: Config
@@ -58,12 +60,15 @@ class Consumer:
     operands: Operands
     softmax: Softmax
     floor: cute.Tensor
+    seen: Any = None
     trace: Trace = NO_TRACE
 
     @cute.jit
     def attend(self) -> Int32:
         """acc = unnormalised output of the tile; returns the number of skipped blocks."""
         lead = self.visits - self.tile.n_blocks
+        if cutlass.const_expr(self.seen is not None):
+            lead = self.seen.lead
         for i in cutlass.range(lead, unroll=1):
             self.pass_by(i)
         skipped = Int32(0)
@@ -74,6 +79,9 @@ class Consumer:
             for i in cutlass.range(lead + 1, self.visits, unroll=1):
                 keep = self.visit(i, keep)
                 skipped += 1 - Int32(keep)
+            if cutlass.const_expr(self.seen is not None):
+                # Blocks of the others came by as if they were skipped.
+                skipped -= self.visits - lead - self.tile.n_blocks
             self.values.wait(self.visits - 1)
             if keep:
                 self.issue_pv(self.visits - 1)
@@ -82,7 +90,7 @@ class Consumer:
 
     @cute.jit
     def pass_by(self, i: Int32) -> None:
-        """A block that only later rows of the thread block see."""
+        """A block that only other rows of the thread block see."""
         self.keys.wait(i)
         self.keys.release(i)
         self.values.wait(i)
@@ -91,12 +99,16 @@ class Consumer:
     @cute.jit
     def visit_first(self, i: Int32) -> None:
         """The first visited block: never skipped, no product to overlap with."""
+        words = None
+        if cutlass.const_expr(self.seen is not None):
+            self.seen.start(i)
+            words = self.seen.words()
         self.keys.wait(i)
         self.issue_qk(i)
         self.look_ahead(i + 1)
         warpgroup.wait_group(0)
         self.keys.release(i)
-        self.mask(self.visits - 1 - i)
+        self.mask(self.visits - 1 - i, words)
         largest = self.softmax.thread_max(self.operands.scores)
         rescale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         base = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
@@ -107,7 +119,11 @@ class Consumer:
     @cute.jit
     def visit(self, i: Int32, keep: Boolean) -> Boolean:
         """Visit i > 0; keep: the previous block was kept. Returns whether this one is."""
-        o, early = self.operands, self.config.early
+        o, early, words = self.operands, self.config.early, None
+        if cutlass.const_expr(self.seen is not None):
+            # Behind the wait for the scores they would be waited for.
+            self.seen.advance(i)
+            words = self.seen.words()
         if cutlass.const_expr(not self.config.looks_ahead):
             self.keys.wait(i)
         self.trace.mark(Step.WAIT_KEYS, i)
@@ -125,7 +141,7 @@ class Consumer:
             warpgroup.wait_group(0)
         self.trace.mark(Step.WAIT_SCORES, i)
         self.keys.release(i)
-        self.mask(self.visits - 1 - i)
+        self.mask(self.visits - 1 - i, words)
         largest = self.softmax.thread_max(o.scores)
         self.trace.mark(Step.MAX, i)
         kept = self.vote(largest, self.visits - 1 - i)
@@ -191,11 +207,19 @@ class Consumer:
         straight-line code ptxas moves P's registers and serialises the products.
         """
         kept = n * self.config.tile_n < self.tile.seqlen_k
+        if cutlass.const_expr(self.seen is not None):
+            kept = self.seen.visited()
         if cutlass.const_expr(self.config.vote):
             veto = self.softmax.vetoes(largest, self.floor)
+            if cutlass.const_expr(self.seen is not None):
+                # lambda 0: kept even when no row has seen anything yet.
+                veto = veto | (self.floor[0] == -Float32.inf)
             barrier = self.config.group_barrier(self.group)
+            veto = any_thread(veto, barrier, WARPGROUP)
+            if cutlass.const_expr(self.seen is not None):
+                veto = veto & kept
             # The vote of the warp tells the compiler that the branches on it are uniform.
-            kept = cute.arch.vote_any_sync(any_thread(veto, barrier, WARPGROUP))
+            kept = cute.arch.vote_any_sync(veto)
         return kept
 
     @cute.jit
@@ -209,15 +233,22 @@ class Consumer:
         issue(o.mma_pv, o.acc, o.p, o.v[None, None, None, self.values.stage(i)], True)
 
     @cute.jit
-    def mask(self, n: Int32) -> None:
-        """Scores of block n that a row does not see become -inf."""
-        if n >= self.tile.n_full:
-            rows = rows_view(self.operands.scores)
-            first_key = n * self.config.tile_n + first_column(self.thread)
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                reach = self.tile.seqlen_k - first_key
-                if cutlass.const_expr(self.config.causal):
-                    row = self.tile.row + first_row(self.thread) + 8 * r
-                    reach = cutlass.min(reach, self.tile.context + row + 1 - first_key)
-                for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-                    rows[r, c] = rows[r, c] if column(c) < reach else -Float32.inf
+    def mask(self, n: Int32, words: Any) -> None:
+        """Scores of block n that a row does not see become -inf. words: what of `seen`."""
+        if cutlass.const_expr(self.seen is not None):
+            self.seen.hide(self.operands.scores, words)
+        elif n >= self.tile.n_full:
+            self.hide_beyond(n)
+
+    @cute.jit
+    def hide_beyond(self, n: Int32) -> None:
+        """Right of the diagonal, and behind the last key."""
+        rows = rows_view(self.operands.scores)
+        first_key = n * self.config.tile_n + first_column(self.thread)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            reach = self.tile.seqlen_k - first_key
+            if cutlass.const_expr(self.config.causal):
+                row = self.tile.row + first_row(self.thread) + 8 * r
+                reach = cutlass.min(reach, self.tile.context + row + 1 - first_key)
+            for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                rows[r, c] = rows[r, c] if column(c) < reach else -Float32.inf

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from blasst.kernels.block_lists import group_lists
 from blasst.kernels.call import Call
 from blasst.kernels.cute.host import Inputs, choice_reasons, problem_choices
 from blasst.kernels.hopper.config import ROWS, TUNED, Config
@@ -47,9 +48,14 @@ def prefill(
         counters,
         trace,
     )
+    return start(inputs)
+
+
+def start(inputs: Inputs) -> torch.Tensor:
+    """Fills inputs.out, returns lse. The lists of a block mask are for Config.warpgroups tiles."""
     config = config_for(**inputs.choices())
-    cluster = config.cluster_for(q.shape[1] // kv.k.shape[-2])
-    config = replace(config, trace=trace is not None, cluster=cluster)
+    cluster = config.cluster_for(inputs.q.shape[1] // inputs.kv.k.shape[-2])
+    config = replace(config, trace=inputs.trace is not None, cluster=cluster)
     return inputs.start(config_reasons(config), lambda: _compiled(config))
 
 
@@ -71,9 +77,11 @@ def config_for(
 ) -> Config:
     """The fastest of the measured configurations. page_size 0 = ragged keys.
 
-    The number of heads decides Config.cluster, which is left at 1.
+    The number of heads decides Config.cluster, which is left at 1. The lists of a block mask say
+    what causality hides, so that one build serves both.
     """
     tuned = TUNED.get((head_dim, vote), {})
+    causal = causal and not block_mask
     return Config(dtype, head_dim, causal, page_size, vote, count, block_mask=block_mask, **tuned)
 
 
@@ -99,24 +107,17 @@ def geometry_of(problem: Problem) -> Geometry:
 def problem_reasons(problem: Problem) -> list[str]:
     """Why there is no kernel for a problem, whatever the GPU; empty: there is one."""
     reasons = config_reasons(problem_config(problem))
-    if problem.block_mask:
-        reasons.append("block masks are not in this kernel")
     own = geometry_of(problem)
     if problem.geometry not in (None, own):
-        reasons.append(f"it votes on {own}, not on {problem.geometry}")
+        what = "visits the lists of a block mask" if problem.block_mask else "votes"
+        reasons.append(f"it {what} on {own}, not on {problem.geometry}")
     return reasons
 
 
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
     """The implementation "hopper" of prefill_attention."""
-    return prefill(
-        call.q,
-        call.kv,
-        call.cu_seqlens_q,
-        out,
-        max_seqlen_q=max((r.seqlen_q for r in call.requests), default=0),
-        softmax_scale=call.softmax_scale,
-        causal=call.spec.causal,
-        skip_lambda=call.skip_lambda,
-        counters=counters,
-    )
+    inputs = Inputs.of(call, out, counters)
+    if call.spec.block_mask is not None:
+        tiles = problem_config(call.problem).warpgroups
+        inputs = replace(inputs, lists=group_lists(call, tiles))
+    return start(inputs)

@@ -1,6 +1,7 @@
 """The kernel: a producer warpgroup and two or three consumers compute one tile of query rows."""
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -25,10 +26,11 @@ from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.softmax import Softmax
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import Step, start_trace
-from blasst.kernels.cute.visits import Lists
+from blasst.kernels.cute.visits import Lists, visits_at
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
 from blasst.kernels.hopper.consume import Consumer, Operands
 from blasst.kernels.hopper.epilogue import store_output
+from blasst.kernels.hopper.seen import Seen
 
 SWIZZLE_ALIGNMENT = 1024  # bytes
 
@@ -51,6 +53,7 @@ class HopperPrefill:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.tiles = (config.warpgroups, ROWS)
 
     @cute.jit
     def __call__(
@@ -99,17 +102,21 @@ class HopperPrefill:
         config = self.config
         place = make_place(self.config, num_kv_heads)
         tile = tile_at(self.config, arrays, place.request, place.row, self.config.tile_m)
+        listed = None
+        if cutlass.const_expr(config.block_mask):
+            rows = place.row // config.tile_m
+            listed = visits_at(arrays.lists, place.request, place.head, rows)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self.allocate(warp)
         if warp < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if tile.rows > 0:
-                self.produce(arrays, shared, tile, warp, place)
+                self.produce(arrays, shared, (tile, listed), warp, place)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             if tile.rows > 0:
                 group = warp // (WARPGROUP // WARP) - 1
-                self.consume(arrays, shared, tile.n_blocks, group, place, scale_log2)
+                self.consume(arrays, shared, (tile.n_blocks, listed), group, place, scale_log2)
         if cutlass.const_expr(config.cluster > 1):
             # A thread block that ended could not take what the others still send it.
             cute.arch.cluster_arrive(aligned=False)
@@ -155,19 +162,34 @@ class HopperPrefill:
 
     @cute.jit
     def produce(
-        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        job: tuple[Tile, Any],
+        warp: Int32,
+        place: Place,
     ) -> None:
+        """job: the thread block's tile, and its visits when a block mask lists them."""
+        tile, listed = job
+        if cutlass.const_expr(listed is not None):
+            tile = replace(tile, n_blocks=listed.count())
         if warp == 0:
             size = self.config.query_bytes
             load_queries(arrays.q, shared.q, shared.q_full, tile, place.head, size)
         if tile.n_blocks > 0:
-            self.produce_blocks(arrays, shared, tile, warp, place)
+            self.produce_blocks(arrays, shared, (tile, listed), warp, place)
 
     @cute.jit
     def produce_blocks(
-        self, arrays: Arrays, shared: Shared, tile: Tile, warp: Int32, place: Place
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        job: tuple[Tile, Any],
+        warp: Int32,
+        place: Place,
     ) -> None:
         config = self.config
+        tile, listed = job
         pages = None
         if cutlass.const_expr(config.page_size > 0):
             pages = arrays.page_table[place.request, None]
@@ -175,23 +197,29 @@ class HopperPrefill:
         for loader in cutlass.range_constexpr(config.loaders):
             mine = (loader, place.kv_head, pages)
             if warp == loader:
-                load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine, trace)
+                load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine, trace, listed)
             if warp == config.loaders + loader:
-                load_blocks(config, arrays.v, shared.v, shared.values, tile, mine, trace)
+                load_blocks(config, arrays.v, shared.v, shared.values, tile, mine, trace, listed)
 
     @cute.jit
     def consume(
         self,
         arrays: Arrays,
         shared: Shared,
-        visits: Int32,
+        job: tuple[Int32, Any],
         group: Int32,
         place: Place,
         scale_log2: Float32,
     ) -> None:
+        """job: blocks that the thread block visits, or the list of a block mask."""
         config = self.config
+        visits, listed = job
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         tile = tile_at(config, arrays, place.request, place.row + group * ROWS, ROWS)
+        seen = None
+        if cutlass.const_expr(listed is not None):
+            visits, tile = listed.count(), replace(tile, n_blocks=listed.own(group))
+            seen = Seen.create(listed, group, thread)
         floor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         if cutlass.const_expr(config.vote):
             log2_lambda = cute.math.log2(arrays.skip_lambda[place.request], fastmath=True)
@@ -209,6 +237,7 @@ class HopperPrefill:
             self.operands(shared, group),
             Softmax.create(scale_log2),
             floor,
+            seen,
             start_trace(arrays.trace, cute.arch.make_warp_uniform(cute.arch.warp_idx())),
         )
         cute.arch.mbarrier_wait(shared.q_full + group, 0)

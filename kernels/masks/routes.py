@@ -16,6 +16,7 @@ from blasst.kernels.masks import eager, fa4, flex, serving
 from blasst.kernels.masks.bound import AttentionMask
 from blasst.kernels.masks.crossover import REPORTED, Crossover
 from blasst.kernels.masks.inputs import Inputs, Result
+from blasst.kernels.support import own_geometry
 from blasst.kernels.types import Geometry, Problem
 
 Lane = Literal["throughput", "exact"]
@@ -41,13 +42,14 @@ class Options:
     """What most callers leave alone.
 
     skip_lambda: BLASST's threshold (inference, route "blasst"); counters: int64 [num_kv_heads, 2].
-    geometry: blocks of the route "blasst"; its votes hold for one geometry only.
+    geometry: blocks of the route "blasst", whose votes hold for one geometry only; None = what its
+    implementation for this problem has.
     """
 
     crossover: Crossover = field(default_factory=lambda: REPORTED)
     skip_lambda: float | None = None
     counters: torch.Tensor | None = None
-    geometry: Geometry = field(default_factory=Geometry)
+    geometry: Geometry | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def attend(x: Inputs, *, lane: Lane, impl: str, options: Options) -> Result:
     if route is Route.BLASST:
         return serving.run(
             x,
-            geometry=options.geometry,
+            geometry=blasst_geometry(problem),
             skip_lambda=options.skip_lambda,
             counters=options.counters,
         )
@@ -212,6 +214,12 @@ def _blasst_reasons(problem: RouteProblem) -> list[str]:
     except UnsupportedError as e:
         reasons += e.reasons
     return reasons
+
+
+def blasst_geometry(problem: RouteProblem) -> Geometry:
+    """What is asked for, or what the kernel that will run has."""
+    attention = problem.attention
+    return attention.geometry or own_geometry(attention, dispatch.choose(attention).impl)
 
 
 def needs_write_order(problem: RouteProblem) -> bool:
