@@ -252,6 +252,11 @@ def _float32(mask: AttentionMask, qkv: cases.Tensors, grad: torch.Tensor) -> lis
     return [torch.cat(column, 2) for column in zip(*parts, strict=True)]
 
 
+def fa4_forward(mask: AttentionMask) -> Callable[..., torch.Tensor]:
+    """Direct FA4 with lists that are made here, for inference."""
+    return _fa4(mask, False)
+
+
 def _fa4(mask: AttentionMask, with_lists: bool) -> Callable[..., torch.Tensor]:
     fa4 = load_fa4()
     lists_ = mask.lists(GEOMETRIES[torch.cuda.get_device_capability()[0]])
