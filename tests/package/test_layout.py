@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "plugin": ("blasst.kernels",),
     "server": ("blasst.kernels.threshold", "blasst.kernels.exchange"),
     "evals": ("blasst.kernels.threshold", "blasst.kernels.exchange.presets"),
-    "deploy": (),
+    # Drills watch the files of a deployment and record what the plugin decides.
+    "deploy": ("blasst.kernels.threshold", "blasst.kernels.exchange", "blasst.plugin"),
 }
 
 NEEDS_VLLM = {

@@ -1,0 +1,1 @@
+"""Drills of a whole deployment: python -P -m blasst.deploy.drills --help."""

@@ -1,0 +1,208 @@
+"""kill -9 of every process of a deployment while its threshold changes and requests come.
+
+Each answer is checked twice: against what vLLM's processes wrote down about its request, and by its
+own numbers, which differ between thresholds.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blasst.deploy.drills import processes, recorder
+from blasst.deploy.drills.control import Watchers, change, converged, lambda_of
+from blasst.deploy.drills.history import Lambda, Write
+from blasst.deploy.drills.load import Ask, Client, Fingerprint, Load, distance, prompts
+from blasst.deploy.drills.processes import Service
+from blasst.deploy.drills.verdict import Evidence, References, Result, judge
+
+START_S = 400.0
+CONVERGE_S = 60.0
+_ENGINE_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-batched-tokens", "4096")
+_ENGINE_ENV = {
+    "VLLM_BLASST_MIN_CONTEXT": "64",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "PYTHONSAFEPATH": "1",
+}
+_STEP_MAG = 0.001
+"""Changes of one class differ by this, so that each has a lambda of its own: far too little to
+change what is skipped."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """mags: the classes of thresholds; dense is one more. engine_kills: roles, in order; they and
+    the sidecar's kills fall on random changes. pause_s: on average, between two changes."""
+
+    model: Path
+    folder: Path
+    changes: int = 200
+    sidecar_kills: int = 20
+    engine_kills: tuple[str, ...] = processes.ROLES * 3
+    mags: tuple[float, ...] = (200.0, 2000.0, 4000.0)
+    prompt_tokens: int = 640
+    vocabulary: int = 4000
+    clients: int = 2
+    pause_s: float = 1.0
+    seed: int = 1
+    options: tuple[str, ...] = ("--max-model-len", "2048")
+
+
+class Deployment:
+    """The two services on one state folder, and the recorder's lines."""
+
+    def __init__(self, plan: Plan) -> None:
+        folder = plan.folder
+        self.state, self.records = folder / "state", folder / "records"
+        self.state.mkdir(mode=0o700)
+        self.control_port, self.port = processes.free_port(), processes.free_port()
+        self.sidecar = processes.sidecar(self.state, self.control_port, folder / "sidecar.log")
+        try:
+            self.sidecar.wait_ready(START_S)
+            env = {**_ENGINE_ENV, "VLLM_BLASST_STATE_DIR": str(self.state)}
+            env |= recorder.environment(self.records, folder / "site")
+            options = (*_ENGINE_OPTIONS, *plan.options)
+            log = folder / "engine.log"
+            self.engine = processes.engine(plan.model, self.port, env, log, options)
+        except BaseException:
+            self.sidecar.stop()
+            raise
+
+    def stop(self) -> None:
+        self.engine.stop()
+        self.sidecar.stop()
+
+
+def run(plan: Plan, say: Any = print) -> Result:
+    """Raises TimeoutError where a process does not come up, RuntimeError where the drill itself
+    cannot tell what it must."""
+    deployment = Deployment(plan)
+    result = Result()
+    try:
+        deployment.engine.wait_ready(START_S)
+        texts = prompts(3, plan.prompt_tokens, plan.vocabulary, plan.seed)
+        client = Client(deployment.port, texts)
+        writes, references, noise = _learn(plan, deployment, client)
+        result.numbers["noise_nats"], result.numbers["gap_nats"] = noise
+        say(f"learned {len(references)} classes: noise {noise[0]:.2g}, gap {noise[1]:.2g} nats")
+        client.close()
+        own: Sequence[float | str] = (*plan.mags, "off")
+        watchers = Watchers(deployment.state, deployment.control_port)
+        load = Load(deployment.port, texts, own, plan.clients, 0.02, plan.seed)
+        began = time.monotonic()
+        try:
+            writes += _change_and_kill(plan, deployment, say)
+            deployment.engine.wait_ready(START_S)
+            seconds = converged(deployment.control_port, CONVERGE_S)
+            result.numbers["converged_at_the_end_s"] = round(seconds, 2)
+            time.sleep(1.0)
+        finally:
+            load.stop()
+            watchers.stop()
+        result.numbers["seconds"] = round(time.monotonic() - began)
+        last = client.send(Ask(999_999, 0))
+        client.close()
+        outages = deployment.engine.outages, deployment.sidecar.outages
+        evidence = Evidence(
+            deployment.state,
+            writes,
+            watchers,
+            [*load.answers, last],
+            references,
+            *outages,
+            list(recorder.read(deployment.records)),
+        )
+        judge(evidence, result)
+        unasked = deployment.engine.ended_unasked + deployment.sidecar.ended_unasked
+        if unasked:
+            result.faults.append(f"processes ended {unasked} times that nobody killed")
+    finally:
+        deployment.stop()
+    return result
+
+
+def _learn(
+    plan: Plan, deployment: Deployment, client: Client
+) -> tuple[list[Write], References, tuple[float, float]]:
+    """What the answers look like under each threshold, from a quiet engine; also (noise, gap)."""
+    writes: list[Write] = []
+    references: dict[Lambda, dict[int, Fingerprint]] = {}
+    noise, number = 0.0, 0
+    for mag in (None, *plan.mags):
+        writes.append(change(deployment.control_port, mag))
+        converged(deployment.control_port, CONVERGE_S)
+        for prompt in range(3):
+            pair = []
+            for _ in range(2):
+                number += 1
+                answer = client.send(Ask(number, prompt))
+                if answer.status != 200:
+                    raise RuntimeError(f"the engine answers {answer.status}: {answer.error}")
+                pair.append(answer.fingerprint)
+            noise = max(noise, distance(*pair))
+            references.setdefault(lambda_of(mag), {})[prompt] = pair[0]
+    gap = min(
+        distance(references[a][p], references[b][p])
+        for a in references
+        for b in references
+        if a is not b and a != b
+        for p in range(3)
+    )
+    if gap < max(20 * noise, 5e-4):
+        raise RuntimeError(
+            f"answers differ by {gap:.2g} between thresholds and by {noise:.2g} without reason: "
+            "too little to tell them apart; give other --mags or longer prompts"
+        )
+    return writes, references, (noise, gap)
+
+
+def _change_and_kill(plan: Plan, deployment: Deployment, say: Any) -> list[Write]:
+    rng = random.Random(plan.seed)
+    spots = rng.sample(range(1, plan.changes - 1), plan.sidecar_kills + len(plan.engine_kills))
+    kills: dict[int, str] = dict(
+        zip(spots, (*plan.engine_kills, *("sidecar",) * plan.sidecar_kills), strict=True)
+    )
+    writes: list[Write] = []
+    waiting: list[str] = []
+    for number in range(plan.changes):
+        deployment.sidecar.wait_ready(START_S)
+        if number in kills:
+            waiting.append(kills[number])
+        if len(waiting) > 1 or (waiting and number == plan.changes - 1):
+            deployment.engine.wait_ready(START_S)
+        timer = None
+        # A process that is still starting after the last kill is killed once it serves.
+        ready = [role for role in waiting if _service(deployment, role).ready]
+        if ready:
+            waiting.remove(ready[0])
+            delay_s = rng.uniform(0.0, 0.02 if ready[0] == "sidecar" else 0.3)
+            timer = _kill_later(deployment, ready[0], delay_s)
+            say(f"change {number}: kill -9 {ready[0]}")
+        mag = rng.choice((None, *plan.mags))
+        if mag is None and writes and writes[-1].skip_lambda is None:
+            mag = plan.mags[0]  # the value in force is no change
+        value = None if mag is None else round(mag + _STEP_MAG * (number + 1), 3)
+        writes.append(change(deployment.control_port, value))
+        if timer is not None:
+            timer.join()
+        time.sleep(rng.uniform(0.0, 2 * plan.pause_s))
+    return writes
+
+
+def _service(deployment: Deployment, role: str) -> Service:
+    return deployment.sidecar if role == "sidecar" else deployment.engine
+
+
+def _kill_later(deployment: Deployment, role: str, delay_s: float) -> threading.Timer:
+    service = _service(deployment, role)
+    timer = threading.Timer(delay_s, service.kill, ("" if role == "sidecar" else role,))
+    timer.start()
+    return timer
