@@ -25,6 +25,7 @@ DLPACK = {
 }  # fmt: skip
 # Type tags of the launcher's arguments.
 NONE, INT, BOOL, FLOAT, TENSOR, ARRAY = 0, 1, 2, 3, 7, 71
+HEADER = 24  # bytes of an object of the runtime
 
 
 class _Tensor(ctypes.Structure):
@@ -67,7 +68,8 @@ class Launcher:
         roles: Callable[[int], str],
         regions: Sequence[Region] = (),
     ) -> Launch:
-        """arguments: torch CPU tensors (taken for CUDA ones), numbers, None, lists of None."""
+        """arguments: torch CPU tensors (taken for CUDA ones), numbers, None, and sequences of
+        tensors or None."""
         library = ctypes.CDLL(str(self.library))
         sizes = [p.size for p in self.module.parameters]
         if len(sizes) > MAX_PARAMETERS or max(sizes) > MAX_BYTES:
@@ -108,10 +110,10 @@ class Launcher:
             slot.value = ctypes.c_uint64.from_buffer_copy(ctypes.c_double(argument)).value
         elif isinstance(argument, torch.Tensor):
             slot.tag, slot.value = TENSOR, ctypes.addressof(self._tensor(argument))
-        elif isinstance(argument, list):
+        elif isinstance(argument, Sequence):
             import tvm_ffi
 
-            array = tvm_ffi.convert(argument)
+            array = tvm_ffi.convert([_in_array(value) for value in argument])
             self.kept.append(array)
             slot.tag, slot.value = ARRAY, array.__chandle__()
         else:
@@ -127,6 +129,18 @@ class Launcher:
         )  # fmt: skip
         self.kept += [tensor, shape, strides, packed]
         return packed
+
+
+def _in_array(value: Any) -> Any:
+    """A tensor as an object of the runtime, on a device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    import tvm_ffi
+
+    held = tvm_ffi.from_dlpack(value)
+    at = held.__chandle__() + HEADER + _Tensor.device_type.offset
+    ctypes.c_int32.from_address(at).value = CUDA
+    return held
 
 
 def link(object_file: Path, function: str, module: Module) -> Launcher:
@@ -162,11 +176,10 @@ def _raised() -> str:
     runtime.TVMFFIErrorMoveFromRaised(ctypes.byref(handle))
     if not handle.value:
         return "no message"
-    header = 24  # of an object of the runtime; then (pointer, length) of kind and message
 
     def text(at: int) -> str:
         pointer, length = (ctypes.c_uint64.from_address(at + i).value for i in (0, 8))
         return ctypes.string_at(pointer, length).decode(errors="replace")
 
-    start = handle.value + header
+    start = handle.value + HEADER  # (pointer, length) of kind and message
     return f"{text(start)}: {text(start + 16)}"

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from blasst.kernels.block_lists import group_lists
+from blasst.kernels.call import check_call
+from blasst.kernels.cute.host import for_each_head
 from blasst.kernels.reference import ReferenceResult, reference_attention
 from blasst.kernels.testing import DialOptions, cumulative, dialled_inputs, paged
 from blasst.kernels.types import LOG2_E, AttentionSpec, Geometry, PagedKV, RaggedKV
 from blasst.kernels.verify.subject import Case
+from blasst.kernels.verify.subjects.masks import block_mask
 
 TIE = 2e-3  # log2 units: a vote this near to lambda may go either way in float32
 TILE_KEYS = 128
@@ -21,7 +25,8 @@ LEVEL_KEYS = 64  # keys of one level, so that votes go both ways within a tile
 class Shape:
     """seqlens: (queries, keys) of each request. mag: lambda = 2 ** (-mag / 1000), None: 0.05.
 
-    skip_rate: dialled inputs, one request, with this share of skipped blocks.
+    skip_rate: dialled inputs, one request, with this share of skipped blocks. mask: of
+    `masks.MASKS`, "" = none.
     """
 
     seqlens: tuple[tuple[int, int], ...]
@@ -30,11 +35,13 @@ class Shape:
     mag: float | None = None
     skip_rate: float | None = None
     seed: int = 0
+    mask: str = ""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What of a prefill kernel decides the inputs. page_size 0 = ragged keys."""
+    """What of a prefill kernel decides the inputs. page_size 0 = ragged keys. tiles: of a thread
+    block, for the lists of a mask."""
 
     dtype: str
     head_dim: int
@@ -43,6 +50,7 @@ class Kernel:
     vote: bool
     count: bool
     geometry: Geometry
+    tiles: int = 1
 
 
 def prefill_case(kernel: Kernel, shape: Shape) -> Case:
@@ -64,12 +72,21 @@ def prefill_case(kernel: Kernel, shape: Shape) -> Case:
     if kernel.count:
         outputs["counters"] = counters
     scale = q.shape[2] ** -0.5
+    mask = None
+    if shape.mask:
+        mask = block_mask(shape.mask, shape.seqlens, shape.num_heads, kernel.geometry)
+    spec = AttentionSpec(causal=kernel.causal, block_mask=mask, geometry=kernel.geometry)
+    lists = None
+    if mask is not None:
+        call = check_call(q, kv, cu_q, spec, lambdas, None, None)
+        lists = for_each_head(group_lists(call, kernel.tiles), shape.num_heads)
+        inputs |= lists._asdict()
     arguments = [
         q, kv.k, kv.v, out, lse, cu_q, lengths, table, lambdas if kernel.vote else None,
-        counters if kernel.count else None, None, None, scale * LOG2_E,
+        counters if kernel.count else None, None, lists, scale * LOG2_E,
         max(n for n, _ in shape.seqlens),
     ]  # fmt: skip
-    check = _checker(kernel, shape, (q, kv, cu_q, lambdas), outputs)
+    check = _checker(shape, spec, (q, kv, cu_q, lambdas if kernel.vote else None), outputs)
     return Case(_name(kernel, shape), arguments, inputs, outputs, check)
 
 
@@ -79,6 +96,7 @@ def _name(kernel: Kernel, shape: Shape) -> str:
     parts += [f"pages of {kernel.page_size}"] if kernel.page_size else []
     parts += [f"MAG {shape.mag:g}"] if shape.mag is not None else []
     parts += [f"skip rate {shape.skip_rate:g}"] if shape.skip_rate is not None else []
+    parts += [f"mask {shape.mask}"] if shape.mask else []
     return ", ".join(parts)
 
 
@@ -116,9 +134,9 @@ def _inputs(kernel: Kernel, shape: Shape) -> tuple[torch.Tensor, RaggedKV, torch
 
 
 def _checker(
-    kernel: Kernel,
     shape: Shape,
-    call: tuple[torch.Tensor, RaggedKV | PagedKV, torch.Tensor, torch.Tensor],
+    spec: AttentionSpec,
+    call: tuple[torch.Tensor, RaggedKV | PagedKV, torch.Tensor, torch.Tensor | None],
     outputs: dict[str, torch.Tensor],
 ) -> Callable[[], list[str]]:
     """Compares out, lse and counters with the oracle, which is computed once."""
@@ -127,12 +145,7 @@ def _checker(
     def oracle() -> ReferenceResult:
         if not found:
             q, kv, cu_q, lambdas = call
-            spec = AttentionSpec(causal=kernel.causal, geometry=kernel.geometry)
-            found.append(
-                reference_attention(
-                    q, kv, cu_q, spec=spec, skip_lambda=lambdas if kernel.vote else None
-                )
-            )
+            found.append(reference_attention(q, kv, cu_q, spec=spec, skip_lambda=lambdas))
         return found[0]
 
     def check() -> list[str]:

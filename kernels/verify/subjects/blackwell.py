@@ -56,8 +56,11 @@ def subject(config: Config, lines: bool = True) -> Subject:
 
 
 def case(config: Config, shape: Shape) -> Case:
+    """Raises ValueError for a build with lists and a shape without a mask, or the reverse."""
+    if config.block_mask != bool(shape.mask):
+        raise ValueError(f"block_mask {config.block_mask}, but mask {shape.mask!r}")
     kernel = Kernel(
         config.dtype, config.head_dim, config.causal, config.page_size, config.vote,
-        config.count, Geometry(ROWS, config.tile_n),
+        config.count, Geometry(ROWS, config.tile_n), TILES,
     )  # fmt: skip
     return prefill_case(kernel, shape)
