@@ -18,8 +18,8 @@ TRITON_GEOMETRY = Geometry(128, 128)
 """FlexAttention's default block, a multiple of every tile that its Triton templates choose."""
 
 
-@functools.cache
-def _compiled(kind: tuple[object, ...]) -> Callable[..., Any]:
+@functools.lru_cache(maxsize=256)
+def _compiled(kind: tuple[object, ...], dynamic: bool | None) -> Callable[..., Any]:
     """One for each kind of call. torch.compile counts recompilations by code object and gives up at
     8, so each kind has a code object of its own: a process may use any number of masks."""
 
@@ -29,7 +29,7 @@ def _compiled(kind: tuple[object, ...]) -> Callable[..., Any]:
         return flex_attention(*args, **kwargs)
 
     own = types.FunctionType(attend.__code__.replace(), attend.__globals__, f"attend{hash(kind)}")
-    return torch.compile(own, fullgraph=True)
+    return torch.compile(own, fullgraph=True, dynamic=dynamic)
 
 
 def _function(x: Inputs, backend: Backend) -> Callable[..., Any]:
@@ -38,7 +38,11 @@ def _function(x: Inputs, backend: Backend) -> Callable[..., Any]:
     if torch.compiler.is_compiling():
         return flex_attention
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.v))
-    return _compiled((x.mask.mask.text(), backend, x.want_lse, wants_grad, x.q.dtype))
+    kind = x.mask.mask.text(), backend, x.want_lse, wants_grad, x.q.dtype
+    if backend == "TRITON":
+        return _compiled(kind, None)
+    # FLASH refuses a mask that reads tensors of symbolic size: one compilation for each shape.
+    return _compiled((*kind, x.q.shape, x.k.shape), False)
 
 
 def run(x: Inputs, *, backend: Backend, geometry: Geometry, write_order: bool = False) -> Result:
