@@ -6,7 +6,7 @@ PACKAGES := kernels plugin server evals deploy
 # The folder kernels/ must never shadow the package of that name: keep the root off sys.path.
 export PYTHONSAFEPATH := 1
 
-.PHONY: promtool help demo test lint types unit browser setup device data subjects clean
+.PHONY: promtool schemathesis help demo test lint types unit browser setup device data subjects clean
 help:
 	@echo "make demo   serve SmolLM2-135M with the blasst backend on this CPU and sweep thresholds"
 	@echo "make test   lint, types and every test"
@@ -45,11 +45,14 @@ browser:
 promtool: device
 	@.ci/promtool $(VENV)
 
+schemathesis: setup
+	@.ci/schemathesis $(VENV)
+
 # Device code and RULER on both cores; engines, servers and browsers one at a time. All of it: pytest.
-unit: device data subjects browser promtool
+unit: device data subjects browser promtool schemathesis
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not browser" tests/kernels tests/evals
 	$(BIN)/pytest -m "vllm or browser" tests/kernels tests/evals
-	$(BIN)/pytest tests/deploy tests/package tests/plugin tests/server
+	$(BIN)/pytest tests/deploy tests/drills tests/package tests/plugin tests/server
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-report

@@ -92,6 +92,7 @@ class ThresholdChange(_Units):
         allow_inf_nan=False,
         json_schema_extra={
             "oneOf": [{"required": [name]} for name in _UNIT_FIELDS],
+            "dependentRequired": {"preset": ["target_skip_rate"]},
             "examples": [
                 {"mag": 2500, "reason": "chosen from last week's sweep"},
                 {"lambda": 0.05, "min_context": 16384},
