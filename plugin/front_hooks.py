@@ -159,8 +159,9 @@ def _remember(stock: Method) -> Method:
         stamp = read_stamp(request.sampling_params.extra_args)
         state = self.request_states.get(request.request_id)
         if stamp is not None and state is not None:
-            waiting = (cell(stamp, _prompt_tokens(request)), request.arrival_time)
-            setattr(state, _ATTRIBUTE, waiting)
+            # vLLM's time of arrival is of the wall clock, which may jump before the first token.
+            arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
+            setattr(state, _ATTRIBUTE, (cell(stamp, _prompt_tokens(request)), arrived))
 
     return add_request
 
@@ -174,7 +175,7 @@ def _watch_first_tokens(stock: Method) -> Method:
                 state = self.request_states.get(output.request_id)
                 if state is not None and _ATTRIBUTE in state.__dict__ and output.new_token_ids:
                     at, arrived = state.__dict__.pop(_ATTRIBUTE)
-                    front.first_token(at, time.time() - arrived)
+                    front.first_token(at, time.monotonic() - arrived)
                     first.append((at, state))
         result = stock(self, engine_core_outputs, *args, **kwargs)
         for at, state in first:

@@ -1,4 +1,4 @@
-"""python -P -m blasst.deploy.drills kill: drills of a deployment on this machine."""
+"""python -P -m blasst.deploy.drills kill|soak: drills of a deployment on this machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from blasst.deploy.drills import kill
+from blasst.deploy.drills import kill, soak
 from blasst.deploy.drills.processes import ROLES
 from blasst.deploy.drills.verdict import Result
 
@@ -24,9 +25,30 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    drills = top.add_subparsers(dest="drill", required=True, metavar="kill")
-    one = drills.add_parser("kill", help="kill -9 of every process under load and changes")
+    drills = top.add_subparsers(dest="drill", required=True, metavar="kill|soak")
+    _add_kill(drills.add_parser("kill", help="kill -9 of every process under load and changes"))
+    _add_soak(drills.add_parser("soak", help="hours of calls in minutes: memory and open files"))
+    return top
+
+
+def _add_common(one: argparse.ArgumentParser, plan: type[kill.Plan] | type[soak.Plan]) -> None:
     one.add_argument("--model", type=Path, required=True, help="folder of a model that vLLM serves")
+    one.add_argument(
+        "--prompt-tokens", type=int, default=plan.prompt_tokens, help="default %(default)s"
+    )
+    one.add_argument(
+        "--vocabulary",
+        type=int,
+        default=plan.vocabulary,
+        help="prompts are token ids below it (default %(default)s)",
+    )
+    one.add_argument("--clients", type=int, default=plan.clients, help="default %(default)s")
+    one.add_argument("--seed", type=int, default=1)
+    one.add_argument("--folder", type=Path, help="empty folder to keep state and logs in")
+
+
+def _add_kill(one: argparse.ArgumentParser) -> None:
+    _add_common(one, kill.Plan)
     one.add_argument("--changes", type=int, default=200, help="of the threshold (%(default)s)")
     one.add_argument("--sidecar-kills", type=int, default=20, help="default %(default)s")
     one.add_argument(
@@ -38,16 +60,15 @@ def parser() -> argparse.ArgumentParser:
         default=kill.Plan.mags,
         help="classes of thresholds, beside dense (default %(default)s)",
     )
-    one.add_argument("--prompt-tokens", type=int, default=kill.Plan.prompt_tokens)
-    one.add_argument("--vocabulary", type=int, default=kill.Plan.vocabulary)
-    one.add_argument("--clients", type=int, default=kill.Plan.clients)
     one.add_argument(
         "--pause", type=float, default=kill.Plan.pause_s, help="seconds between changes, on average"
     )
-    one.add_argument("--seed", type=int, default=1)
-    one.add_argument("--folder", type=Path, help="empty folder to keep state and logs in")
-    one.add_argument("--json", action="store_true", help="the numbers as one JSON object")
-    return top
+
+
+def _add_soak(one: argparse.ArgumentParser) -> None:
+    _add_common(one, soak.Plan)
+    one.add_argument("--minutes", type=float, default=15.0, help="default %(default)s")
+    one.add_argument("--hours", type=float, default=2.0, help="put into them (%(default)s)")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,27 +77,37 @@ def main(arguments: list[str] | None = None) -> int:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            result = kill.run(_plan(args, folder), lambda text: print(text, file=sys.stderr))
+            result = _run(args, folder)
         except (TimeoutError, RuntimeError, OSError) as e:
             print(f"drills: {e}", file=sys.stderr)
             return 2
     return _report(result)
 
 
-def _plan(args: argparse.Namespace, folder: Path) -> kill.Plan:
-    return kill.Plan(
-        model=args.model,
-        folder=folder,
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run(args: argparse.Namespace, folder: Path) -> Result:
+    common: dict[str, Any] = {
+        "model": args.model,
+        "folder": folder,
+        "prompt_tokens": args.prompt_tokens,
+        "vocabulary": args.vocabulary,
+        "clients": args.clients,
+        "seed": args.seed,
+    }
+    if args.drill == "soak":
+        return soak.run(soak.Plan(**common, minutes=args.minutes, hours=args.hours), _say)
+    plan = kill.Plan(
+        **common,
         changes=args.changes,
         sidecar_kills=args.sidecar_kills,
         engine_kills=ROLES * args.rounds,
         mags=args.mags,
-        prompt_tokens=args.prompt_tokens,
-        vocabulary=args.vocabulary,
-        clients=args.clients,
         pause_s=args.pause,
-        seed=args.seed,
     )
+    return kill.run(plan, _say)
 
 
 def _report(result: Result) -> int:

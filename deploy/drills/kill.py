@@ -16,22 +16,13 @@ from typing import Any
 
 from blasst.deploy.drills import processes, recorder
 from blasst.deploy.drills.control import Watchers, change, converged, lambda_of
+from blasst.deploy.drills.deployment import START_S, Deployment
 from blasst.deploy.drills.history import Lambda, Write
 from blasst.deploy.drills.load import Ask, Client, Fingerprint, Load, distance, prompts
 from blasst.deploy.drills.processes import Service
 from blasst.deploy.drills.verdict import Evidence, References, Result, judge
 
-START_S = 400.0
 CONVERGE_S = 60.0
-_ENGINE_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-batched-tokens", "4096")
-_ENGINE_ENV = {
-    "VLLM_BLASST_MIN_CONTEXT": "64",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "PYTHONSAFEPATH": "1",
-}
 _STEP_MAG = 0.001
 """Changes of one class differ by this, so that each has a lambda of its own: far too little to
 change what is skipped."""
@@ -56,35 +47,10 @@ class Plan:
     options: tuple[str, ...] = ("--max-model-len", "2048")
 
 
-class Deployment:
-    """The two services on one state folder, and the recorder's lines."""
-
-    def __init__(self, plan: Plan) -> None:
-        folder = plan.folder
-        self.state, self.records = folder / "state", folder / "records"
-        self.state.mkdir(mode=0o700)
-        self.control_port, self.port = processes.free_port(), processes.free_port()
-        self.sidecar = processes.sidecar(self.state, self.control_port, folder / "sidecar.log")
-        try:
-            self.sidecar.wait_ready(START_S)
-            env = {**_ENGINE_ENV, "VLLM_BLASST_STATE_DIR": str(self.state)}
-            env |= recorder.environment(self.records, folder / "site")
-            options = (*_ENGINE_OPTIONS, *plan.options)
-            log = folder / "engine.log"
-            self.engine = processes.engine(plan.model, self.port, env, log, options)
-        except BaseException:
-            self.sidecar.stop()
-            raise
-
-    def stop(self) -> None:
-        self.engine.stop()
-        self.sidecar.stop()
-
-
 def run(plan: Plan, say: Any = print) -> Result:
     """Raises TimeoutError where a process does not come up, RuntimeError where the drill itself
     cannot tell what it must."""
-    deployment = Deployment(plan)
+    deployment = Deployment(plan.model, plan.folder, plan.options)
     result = Result()
     try:
         deployment.engine.wait_ready(START_S)

@@ -186,11 +186,11 @@ def _end_group(popen: subprocess.Popen[bytes], number: int) -> None:
     popen.wait()
 
 
-def sidecar(state: Path, port: int, log: Path) -> Service:
+def sidecar(state: Path, port: int, log: Path, env: Mapping[str, str] | None = None) -> Service:
     """`blasst sidecar` on this state folder."""
     command = [str(Path(sys.executable).with_name("blasst")), "sidecar"]
     command += ["--state-dir", str(state), "--port", str(port)]
-    return Service("sidecar", command, {}, f"http://127.0.0.1:{port}/readyz", log)
+    return Service("sidecar", command, env or {}, f"http://127.0.0.1:{port}/readyz", log)
 
 
 def engine(
