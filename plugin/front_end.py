@@ -12,7 +12,6 @@ import math
 import os
 import threading
 from array import array
-from pathlib import Path
 from typing import Any
 
 from blasst.kernels.exchange.desired import DENSE, DesiredReader, DesiredState
@@ -98,7 +97,7 @@ class FrontEnd:
         self._logged_error = ""
         self._max_prompt_tokens = max_prompt_tokens
         self._logged_deployment: Deployment | None = None
-        self._page = _open_page(settings.stats_dir, model_name, vllm_version)
+        self._page = _open_page(settings, model_name, vllm_version)
         self._stop = threading.Event()
         self._tick()
         self._thread = threading.Thread(target=self._run, name="blasst-front", daemon=True)
@@ -270,10 +269,16 @@ def _class_lambdas(deployment: Deployment) -> tuple[float, ...]:
     return tuple(math.nan if skip_lambda is None else skip_lambda for skip_lambda in found)
 
 
-def _open_page(folder: Path | None, model_name: str, vllm_version: str) -> StatsWriter | None:
+def _open_page(settings: Settings, model_name: str, vllm_version: str) -> StatsWriter | None:
+    folder = settings.stats_dir
     if folder is None:
         return None
-    labels = {"pid": str(os.getpid()), "model_name": model_name, "vllm_version": vllm_version}
+    labels = {
+        "pid": str(os.getpid()),
+        "model_name": model_name,
+        "vllm_version": vllm_version,
+        "min_context": str(settings.min_context),
+    }
     try:
         name = free_name(folder, f"front-{os.getpid()}")
         return StatsWriter(folder, name, kind=FRONT, labels=labels, fields=front_fields())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,14 @@ from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import ValidationError
+from starlette.routing import Route
 
 from blasst.kernels.exchange.desired import DesiredState, DesiredStateError
 from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.kernels.exchange.schedule import Threshold
 from blasst.server import change, models, observe, openapi, presets, problems
 from blasst.server.auth import Gate
+from blasst.server.canary import Canary
 from blasst.server.control import ControlService, Wish, etag, unreadable
 from blasst.server.headers import SecurityHeaders
 from blasst.server.limits import Limits
@@ -26,6 +29,8 @@ from blasst.server.metrics import MetricsPage
 from blasst.server.problems import Problem
 from blasst.server.settings import Settings, probe_writable
 from blasst.server.tokens import Tokens
+from blasst.server.traces import TracedCalls, Traces
+from blasst.server.upstream import Upstream
 
 BODY_TIMEOUT_S = 10.0
 """Bodies are small; one that never ends must not hold its connection for ever."""
@@ -49,16 +54,26 @@ IfMatch = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a sidecar may have besides. follow_error: what is wrong with the followed file."""
+
+    follow_error: Callable[[], str] = lambda: ""
+    canary: Canary | None = None
+    upstream: Upstream | None = None
+    traces: Traces | None = None
+
+
 def create_app(
     settings: Settings,
     control: ControlService,
     collector: PagesCollector,
     limits: Limits | None = None,
-    follow_error: Callable[[], str] = lambda: "",
+    parts: Parts | None = None,
 ) -> FastAPI:
     """control: open, of the same state folder. collector: over its stats folder. limits: how often
-    callers may call; None: the usual ones. follow_error: what is wrong with the followed file.
-    Raises SettingsError for an unusable token file."""
+    callers may call; None: the usual ones. Raises SettingsError for an unusable token file."""
+    parts = parts or Parts()
     app = FastAPI(
         title="blasst sidecar",
         version=importlib.metadata.version("blasst"),
@@ -78,21 +93,30 @@ def create_app(
             lambda message: tally.error("token-file", message),
         )
     _add_control(app, settings, control, collector)
-    _add_evidence(app, settings, control, collector)
+    _add_evidence(app, settings, control, collector, parts.canary)
     _add_health(app, settings, control)
     checks = {"blasst_control_state_ok": lambda: not control.error()}
     if tokens is not None:
         checks["blasst_token_files_ok"] = lambda: not tokens.errors()
     if settings.follow is not None:
-        checks["blasst_followed_file_ok"] = lambda: not follow_error()
-    _add_metrics(app, MetricsPage(collector, checks, tally=tally))
+        checks["blasst_followed_file_ok"] = lambda: not parts.follow_error()
+    if parts.upstream is not None:
+        checks["blasst_upstream_up"] = lambda: parts.upstream is not None and parts.upstream.up
+    page = MetricsPage(collector, checks, tally=tally, canary=parts.canary)
+    _add_metrics(app, page, parts.upstream)
     _add_page(app)
     openapi.complete(app, protected=tokens is not None)
     app.add_middleware(
         Gate, tokens=tokens, open_paths=OPEN_PATHS, limits=limits or Limits(), tally=tally
     )
     app.add_middleware(SecurityHeaders)
+    if parts.traces is not None:
+        app.add_middleware(TracedCalls, traces=parts.traces, routes=_paths(app))
     return app
+
+
+def _paths(app: FastAPI) -> list[str]:
+    return [route.path for route in app.routes if isinstance(route, Route)]
 
 
 async def _change(
@@ -144,24 +168,29 @@ def _add_control(
             found = presets.find(settings.presets_folder, presets.Running.of(cache.pages()))
             threshold, origin = presets.threshold(found, body.target_skip_rate, body.preset or "")
         wish = Wish(threshold, body.min_context, body.reason, _caller(request), origin)
-        return answer(control.set(wish, if_match), response)
+        return answer(_traced(request, control.set(wish, if_match)), response)
 
     @app.delete(path, tags=["control"], summary="Back to dense attention")
     def delete_threshold(
         request: Request, response: Response, if_match: IfMatch = None
     ) -> models.ThresholdState:
         """The same as PUT {"off": true}."""
-        return answer(control.set(Wish(None, by=_caller(request)), if_match), response)
+        state = control.set(Wish(None, by=_caller(request)), if_match)
+        return answer(_traced(request, state), response)
 
 
 def _add_evidence(
-    app: FastAPI, settings: Settings, control: ControlService, collector: PagesCollector
+    app: FastAPI,
+    settings: Settings,
+    control: ControlService,
+    collector: PagesCollector,
+    canary: Canary | None,
 ) -> None:
     cache = collector.cache
 
     @app.get("/v1/blasst/status", tags=["evidence"], summary="Counters, classes, convergence")
     def get_status() -> models.Status:
-        return observe.status(control, cache)
+        return observe.status(control, cache, canary)
 
     @app.get("/v1/blasst/presets", tags=["evidence"], summary="Presets, and which of them fit")
     def get_presets() -> models.PresetList:
@@ -205,7 +234,7 @@ def _add_health(app: FastAPI, settings: Settings, control: ControlService) -> No
         app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
-def _add_metrics(app: FastAPI, page: MetricsPage) -> None:
+def _add_metrics(app: FastAPI, page: MetricsPage, upstream: Upstream | None) -> None:
     @app.get(
         "/metrics",
         tags=["evidence"],
@@ -213,7 +242,9 @@ def _add_metrics(app: FastAPI, page: MetricsPage) -> None:
         response_class=PlainTextResponse,
     )
     def metrics() -> Response:
-        return Response(page.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        # vLLM's part first: whether it answered is on our own.
+        foreign = b"" if upstream is None else upstream.text()
+        return Response(page.text() + foreign, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -227,6 +258,17 @@ def _file_endpoint(name: str, media_type: str) -> Callable[[], FileResponse]:
         return FileResponse(_STATIC / name, media_type=media_type)
 
     return serve_file
+
+
+def _traced(request: Request, state: DesiredState) -> DesiredState:
+    """The state again; a span of this call, if there is one, says what is in force after it."""
+    noted = getattr(request.state, "trace", None)
+    if noted is not None:
+        noted |= {
+            "blasst.generation": state.generation,
+            "blasst.threshold": str(state.threshold or "dense"),
+        }
+    return state
 
 
 def _caller(request: Request) -> str:

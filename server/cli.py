@@ -27,6 +27,7 @@ _SUMMARIES = {
     "trace": "timelines of the Hopper kernel's warps, and hardware counters",
     "ruler": "RULER: generate, run, sweep, report",
     "completion": "print the completion script of a shell",
+    "canary": "compare a deployment with dense answers, once",
     "demo": "serve a small model on this CPU and sweep thresholds",
 }
 _EXTRAS = {

@@ -7,14 +7,14 @@ import json
 import ssl
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blasst.kernels.exchange.schedule import Schedule, Step, Threshold
-from blasst.server.settings import SettingsError, read_token
+from blasst.server.outbound import opener
+from blasst.server.settings import SettingsError, check_url, read_token
 
 PATH = "/v1/blasst/threshold"
 _SHOWN = {"generation", "threshold", "lambda", "converged", "front_ends"}
@@ -42,13 +42,6 @@ class Target:
     preset: str = ""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the token to wherever it points."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
 @dataclass(frozen=True)
 class ThresholdClient:
     """url: base address of the sidecar, http or https. token: empty for none."""
@@ -61,18 +54,12 @@ class ThresholdClient:
     def of(cls, url: str, token_file: Path | None, ca_file: Path | None = None) -> ThresholdClient:
         """ca_file: PEM certificates to trust instead of the system's. Raises SettingsError for a
         bad address or an unusable file."""
-        try:
-            parts = urllib.parse.urlsplit(url)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            usable = False
-        if not usable or not url.isprintable() or " " in url:
-            raise SettingsError(f"url {url!r} must look like http://127.0.0.1:8300")
+        base = check_url(url, "url")
         try:
             tls = ssl.create_default_context(cafile=ca_file) if ca_file else None
         except OSError as e:
             raise SettingsError(f"--ca-file {ca_file} cannot be used: {e.strerror or e}") from e
-        return cls(url.rstrip("/"), read_token(token_file) if token_file else "", tls)
+        return cls(base, read_token(token_file) if token_file else "", tls)
 
     def get(self) -> dict[str, Any]:
         return self._call("GET", {})
@@ -121,14 +108,8 @@ class ThresholdClient:
         if self.token:
             headers = {**headers, "Authorization": f"Bearer {self.token}"}
         request = urllib.request.Request(self.url + PATH, body, headers, method=method)
-        # A proxy of the environment is for the network outside; a sidecar is not there.
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}),
-            _NoRedirect(),
-            urllib.request.HTTPSHandler(context=self.tls),
-        )
         try:
-            with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            with opener(self.tls).open(request, timeout=_TIMEOUT_S) as answer:
                 state = json.loads(answer.read(_MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as e:
             with e:

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 from blasst.kernels.exchange.stats import open_now
+from blasst.server.canary import raised_over
 from blasst.server.change import parse_change
 from blasst.server.control import ControlService, Wish
 from blasst.server.problems import Problem
@@ -24,11 +25,19 @@ _MAX_BYTES = 16 * 1024
 class Follower:
     """Applies one file. error: why its last content is not in force; "" when it is."""
 
-    def __init__(self, path: Path, control: ControlService, interval_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        control: ControlService,
+        interval_s: float = 2.0,
+        keep_raised: bool = False,
+    ) -> None:
+        """keep_raised: what the canary made of the file's threshold outlives a restart."""
         self.path = path
         self.error = ""
         self._control = control
         self._interval_s = interval_s
+        self._keep_raised = keep_raised
         self._applied = b""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
@@ -74,6 +83,11 @@ class Follower:
             raise Problem(
                 422, "bad-threshold", "a file cannot ask for a target_skip_rate; give mag or scale"
             )
+        if self._keep_raised and not self._applied and not self._control.error():
+            now = self._control.read()
+            if raised_over(now, threshold, change.min_context):
+                log.warning("%s: the canary raised it to %s, which stays", self.path, now.threshold)
+                return
         by = f"file {self.path.name}"
         state = self._control.set(Wish(threshold, change.min_context, change.reason, by), "*")
         log.warning("%s is in force: generation %d", self.path, state.generation)

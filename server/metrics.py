@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from blasst.kernels.exchange.prometheus import PagesCollector
+from blasst.server.canary import Canary, CanaryState
 from blasst.server.tally import Tally
 
 CHECKS = {
@@ -20,6 +21,7 @@ CHECKS = {
     "in force.",
     "blasst_followed_file_ok": "1: the followed file's threshold was set. 0: it is unreadable or "
     "refused, the old threshold stays in force.",
+    "blasst_upstream_up": "1: vLLM's own metrics are on this page. 0: vLLM did not answer.",
 }
 Checks = Mapping[str, Callable[[], bool]]
 
@@ -27,9 +29,10 @@ Checks = Mapping[str, Callable[[], bool]]
 class _Own(Collector):
     """The sidecar's own state and counters."""
 
-    def __init__(self, checks: Checks, tally: Tally) -> None:
+    def __init__(self, checks: Checks, tally: Tally, canary: Canary | None) -> None:
         self._checks = checks
         self._tally = tally
+        self._canary = canary
 
     def describe(self) -> Iterator[Metric]:
         yield from ()
@@ -55,6 +58,41 @@ class _Own(Collector):
             for value, number in counts.items():
                 family.add_metric([value], number)
             yield family
+        if self._canary is not None:
+            yield from _canary_metrics(self._canary.state())
+
+
+def _canary_metrics(state: CanaryState) -> Iterator[Metric]:
+    probes = CounterMetricFamily(
+        "blasst_canary_probes", "Probes of the canary, by result.", labels=["result"]
+    )
+    for result, number in state.counts.items():
+        probes.add_metric([result], number)
+    yield probes
+    yield CounterMetricFamily(
+        "blasst_canary_steps", "Steps by which the canary raised the threshold.", value=state.steps
+    )
+    yield GaugeMetricFamily(
+        "blasst_canary_breached",
+        "1: answers differ from dense ones by more than the bound, and are not yet back within it.",
+        value=float(state.breached),
+    )
+    yield GaugeMetricFamily(
+        "blasst_canary_noisy",
+        "1: dense answers differ among themselves by more than the bound: nothing can be judged.",
+        value=float(state.noisy),
+    )
+    for name, text, value in (
+        ("agreement", "Mean share of a dense answer's tokens that come out.", state.agreement),
+        ("control_agreement", "The same of a second dense answer.", state.control),
+        (
+            "nll_increase_nats",
+            "Mean rise of -ln p of a dense answer's tokens, nats a token.",
+            state.nll_increase,
+        ),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"blasst_canary_{name}", text, value=value)
 
 
 class MetricsPage:
@@ -70,10 +108,11 @@ class MetricsPage:
         max_age_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         tally: Tally | None = None,
+        canary: Canary | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
         collector.register(self._registry)
-        self._registry.register(_Own(checks, tally or Tally()))
+        self._registry.register(_Own(checks, tally or Tally(), canary))
         self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()

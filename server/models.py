@@ -156,12 +156,32 @@ class LastError(BaseModel):
     message: str
 
 
+class CanaryView(BaseModel):
+    """The canary's newest probes. Means are null before the first one."""
+
+    probes: int = Field(description="probes that are judged together now")
+    agreement: float | None = Field(
+        description="mean share of a dense answer's tokens that come out as deployed, 0 to 1"
+    )
+    control_agreement: float | None = Field(description="the same of a second dense answer")
+    nll_increase_nats: float | None = Field(
+        description="mean rise of -ln p of a dense answer's tokens, nats a token"
+    )
+    min_agreement: float = Field(description="bound, 0 to 1")
+    max_nll_increase_nats: float = Field(description="bound, nats a token")
+    breached: bool = Field(description="a bound was crossed and is not yet met by its margin")
+    noisy: bool = Field(description="dense answers differ among themselves: no judgement")
+    steps: int = Field(description="by which it raised the threshold since the sidecar started")
+    error: str = Field(description="of the last probe; empty when it went well")
+
+
 class Status(BaseModel):
     """Everything the status page shows. desired null: the file is unreadable, `error` says why."""
 
     desired: ThresholdState | None
     error: str = Field(description="what is wrong with the state file now; empty: nothing")
     last_error: LastError | None = Field(description="null: none since the sidecar started")
+    canary: CanaryView | None = Field(description="null: it is not configured")
     converged: bool
     front_ends: list[FrontEndView]
     ranks: list[RankView]

@@ -27,8 +27,12 @@ from blasst.kernels.exchange.schedule import Schedule
 from blasst.kernels.exchange.stats import SUFFIX, StatsPage
 from blasst.kernels.threshold import lambda_to_mag
 from blasst.server import models
+from blasst.server.canary import Canary, CanaryState
 from blasst.server.control import ControlService
 from blasst.server.presets import Found
+
+DEFAULT_MIN_CONTEXT = 8192
+"""The plugin's, for a front end of an older release, which does not say."""
 
 Tiles = dict[tuple[int, int], tuple[int, int]]
 
@@ -110,7 +114,9 @@ def _steps(schedule: Schedule) -> list[models.StepValue]:
     return [models.StepValue.model_validate(step) for step in schedule.dump()]
 
 
-def status(control: ControlService, cache: CachedPages) -> models.Status:
+def status(
+    control: ControlService, cache: CachedPages, canary: Canary | None = None
+) -> models.Status:
     """Never fails: an unreadable desired file shows as `error`."""
     pages = cache.pages()
     desired, error = None, ""
@@ -133,6 +139,7 @@ def status(control: ControlService, cache: CachedPages) -> models.Status:
         last_error=None
         if control.tally.last is None
         else models.LastError(**vars(control.tally.last)),
+        canary=None if canary is None else _canary(canary.state()),
         converged=desired is not None and desired.converged,
         front_ends=front_end_views(pages),
         ranks=[_rank(rank) for rank in ranks],
@@ -145,6 +152,33 @@ def status(control: ControlService, cache: CachedPages) -> models.Status:
             for model, of_model in sorted(totals.items())
             for key, total in sorted(of_model.classes.items(), key=lambda item: _order(item[0]))
         ],
+    )
+
+
+def follows(pages: Iterable[StatsPage], generation: int) -> bool:
+    """Every front end that runs has read it, and there is one."""
+    live = [p for p in pages if p.kind == FRONT and p.alive]
+    return bool(live) and all(p.scalar("generation_read") == generation for p in live)
+
+
+def engine_min_context(pages: Iterable[StatsPage]) -> int:
+    """Prompt tokens below which running front ends are dense by their own setting."""
+    live = [p.labels.get("min_context", "") for p in pages if p.kind == FRONT and p.alive]
+    return max((int(text) for text in live if text.isdecimal()), default=DEFAULT_MIN_CONTEXT)
+
+
+def _canary(state: CanaryState) -> models.CanaryView:
+    return models.CanaryView(
+        probes=state.probes,
+        agreement=state.agreement,
+        control_agreement=state.control,
+        nll_increase_nats=state.nll_increase,
+        min_agreement=state.bounds.min_agreement,
+        max_nll_increase_nats=state.bounds.max_nll_increase,
+        breached=state.breached,
+        noisy=state.noisy,
+        steps=state.steps,
+        error=state.error,
     )
 
 

@@ -7,6 +7,7 @@ import os
 import ssl
 import stat
 import tempfile
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,9 @@ class Settings:
     whose one line is the bearer token that /v1/* then needs; that of read_token_file may only read.
     uds: a Unix socket to listen on instead. tls_cert, tls_key: PEM files. presets_dir: calibration
     presets; None: the folder presets/ of the state folder. follow: a file whose threshold is set
-    at the start and whenever it changes."""
+    at the start and whenever it changes. canary: its plan, a TOML file. vllm_metrics: show vLLM's
+    /metrics, too. engine_url: vLLM's base address, for these two. otlp_endpoint: where traces go,
+    "" nowhere."""
 
     state_dir: Path
     host: str = DEFAULT_HOST
@@ -40,6 +43,10 @@ class Settings:
     tls_key: Path | None = None
     presets_dir: Path | None = None
     follow: Path | None = None
+    canary: Path | None = None
+    engine_url: str = ""
+    vllm_metrics: bool = False
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -50,6 +57,17 @@ class Settings:
             raise SettingsError("--tls-cert and --tls-key go together; give both or none")
         if self.uds is not None and self.tls_cert is not None:
             raise SettingsError("--tls-cert is for a port; a Unix socket (--uds) needs none")
+        for name, url in (
+            ("--engine-url", self.engine_url),
+            ("--otlp-endpoint", self.otlp_endpoint),
+        ):
+            if url:
+                check_url(url, name)
+        if (self.vllm_metrics or self.canary is not None) and not self.engine_url:
+            raise SettingsError(
+                "--vllm-metrics and --canary need vLLM's address, which its options do not say; "
+                "give --engine-url"
+            )
         if self.token_file is None and self.uds is None and not is_loopback(self.host):
             raise SettingsError(
                 f"the sidecar will not listen on {self.host} without a token: anybody there could "
@@ -76,6 +94,18 @@ class Settings:
                 f"TLS files {self.tls_cert} and {self.tls_key} cannot be used: "
                 f"{e.strerror or e}; give a PEM certificate and its own unencrypted key"
             ) from e
+
+
+def check_url(url: str, what: str) -> str:
+    """The address without its last slash. Raises SettingsError unless it is of http or https."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or not url.isprintable() or " " in url:
+        raise SettingsError(f"{what} {url!r} must look like http://127.0.0.1:8000")
+    return url.rstrip("/")
 
 
 def is_loopback(host: str) -> bool:

@@ -14,11 +14,16 @@ from blasst.kernels.exchange.desired import DesiredStateError
 from blasst.kernels.exchange.prometheus import PagesCollector
 from blasst.kernels.exchange.stats import remove_dead
 from blasst.server import observe
-from blasst.server.app import create_app
+from blasst.server.app import Parts, create_app
+from blasst.server.canary import Canary
+from blasst.server.canary_plan import load_plan
 from blasst.server.connections import HEADER_BYTES, Connection
 from blasst.server.control import ControlService
 from blasst.server.follow import Follower
-from blasst.server.settings import Settings, SettingsError, prepare_state_dir
+from blasst.server.settings import Settings, SettingsError, check_url, prepare_state_dir
+from blasst.server.sweep import Sweeper
+from blasst.server.traces import Traces
+from blasst.server.upstream import Upstream
 
 _STOP_S = 5
 
@@ -33,6 +38,9 @@ class Sidecar:
     _socket: socket.socket | None = None
     _bound: Path | None = None
     _follower: Follower | None = None
+    _canary: Canary | None = None
+    _traces: Traces | None = None
+    _sweeper: Sweeper | None = None
     _server: uvicorn.Server | None = None
     _thread: threading.Thread | None = None
 
@@ -61,7 +69,7 @@ class Sidecar:
         # The folder last: what is refused before it leaves no empty one behind.
         settings = self.settings
         settings.check_tls()
-        app = create_app(settings, self.control, self._collector, follow_error=self._follow_error)
+        app = create_app(settings, self.control, self._collector, parts=self._parts())
         self._socket = (
             listen(settings.host, settings.port)
             if settings.uds is None
@@ -71,8 +79,11 @@ class Sidecar:
         prepare_state_dir(settings.state_dir)
         self.control.open()
         if settings.follow is not None:
-            self._follower = Follower(settings.follow, self.control)
+            self._follower = Follower(
+                settings.follow, self.control, keep_raised=settings.canary is not None
+            )
         remove_dead(settings.stats_dir, dead_pages_older_than_s)
+        self._sweeper = Sweeper(settings.stats_dir)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -96,6 +107,10 @@ class Sidecar:
         assert self._server is not None
         if self._follower is not None:
             self._follower.start()
+        if self._sweeper is not None:
+            self._sweeper.start()
+        if self._canary is not None:
+            self._canary.start()
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="sidecar", daemon=True
         )
@@ -109,8 +124,9 @@ class Sidecar:
 
     def stop(self) -> None:
         """Safe to call at any stage, and twice."""
-        if self._follower is not None:
-            self._follower.stop()
+        for part in (self._follower, self._canary, self._sweeper):
+            if part is not None:
+                part.stop()
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(_STOP_S)
@@ -120,6 +136,27 @@ class Sidecar:
             self._bound.unlink(missing_ok=True)
             self._bound = None
         self.control.close()
+        if self._traces is not None:
+            self._traces.stop()
+            self._traces = None
+
+    def _parts(self) -> Parts:
+        """Raises SettingsError: a plan or a package that is missing."""
+        settings, pages = self.settings, self._collector.cache.pages
+        if settings.otlp_endpoint:
+            self._traces = Traces.to(settings.otlp_endpoint)
+        if settings.canary is not None:
+            self._canary = Canary(
+                load_plan(settings.canary, settings.engine_url),
+                self.control,
+                lambda generation: observe.follows(pages(), generation),
+                lambda: observe.engine_min_context(pages()),
+                self._traces,
+            )
+        upstream = None
+        if settings.vllm_metrics:
+            upstream = Upstream(check_url(settings.engine_url, "--engine-url"), self.control.tally)
+        return Parts(self._follow_error, self._canary, upstream, self._traces)
 
     def _follow_error(self) -> str:
         return "" if self._follower is None else self._follower.error

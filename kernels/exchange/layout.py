@@ -15,7 +15,8 @@ tile_m and tile_n (query rows and keys that vote as one; absent: unknown, or of 
 and refusal: why none of its layers can skip, "" when some can."""
 
 FRONT = "front"
-"""Page of one vLLM front end; labels pid, model_name, vllm_version."""
+"""Page of one vLLM front end; labels pid, model_name, vllm_version, and min_context: its own
+setting, prompt tokens below which it is dense where the deployment's state does not say."""
 
 LAMBDA_CLASSES = (
     "dense",

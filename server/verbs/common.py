@@ -96,10 +96,38 @@ def add_sidecar_options(parser: argparse.ArgumentParser, prefix: str) -> None:
         help='file such as {"mag": 2500} (a mounted ConfigMap) whose threshold is set at the start '
         "and whenever it changes",
     )
+    parser.add_argument(
+        "--canary",
+        type=Path,
+        metavar="FILE",
+        help="plan (TOML) of the canary, which probes the deployment and raises its MAG when "
+        "answers differ too much from dense ones; see docs/canary.md",
+    )
+    parser.add_argument(
+        "--vllm-metrics",
+        action="store_true",
+        help="show vLLM's own /metrics on the sidecar's page, too",
+    )
+    parser.add_argument(
+        "--engine-url",
+        default="",
+        metavar="URL",
+        help="vLLM's address for these two (default: http://127.0.0.1 and its port)",
+    )
+    parser.add_argument(
+        "--otlp-endpoint",
+        default="",
+        metavar="URL",
+        help="send OpenTelemetry traces of the sidecar's calls to this OTLP/HTTP collector, such "
+        "as http://127.0.0.1:4318 (needs blasst[traces])",
+    )
 
 
-def sidecar_settings(args: argparse.Namespace, prefix: str, state_dir: Path) -> Settings:
-    """Of the options above. Raises SettingsError."""
+def sidecar_settings(
+    args: argparse.Namespace, prefix: str, state_dir: Path, engine_url: str
+) -> Settings:
+    """Of the options above. engine_url: vLLM's address, "" where nothing says it. Raises
+    SettingsError."""
     return Settings(
         state_dir,
         getattr(args, f"{prefix}host"),
@@ -111,4 +139,8 @@ def sidecar_settings(args: argparse.Namespace, prefix: str, state_dir: Path) -> 
         args.tls_key,
         args.presets,
         args.follow,
+        args.canary,
+        engine_url,
+        args.vllm_metrics,
+        args.otlp_endpoint,
     )

@@ -125,7 +125,7 @@ def _serve(settings: Settings, given: Given, vllm: VllmOptions, child: Child) ->
         # The ports first: a start that is refused leaves no empty folder behind.
         vllm_options.check_port_free(vllm)
         sidecar.prepare(dead_pages_older_than_s=0)
-        in_force = _set_given(sidecar.control, given)
+        in_force = _set_given(sidecar.control, given, settings.canary is not None)
         return _supervise(sidecar, child, in_force)
     except (SettingsError, Problem) as e:
         return fail(e, 2)
@@ -133,8 +133,10 @@ def _serve(settings: Settings, given: Given, vllm: VllmOptions, child: Child) ->
         sidecar.stop()
 
 
-def _set_given(control: ControlService, given: Given) -> str:
-    """Options given rule over what an earlier run left; says what is in force then."""
+def _set_given(control: ControlService, given: Given, keep_raised: bool) -> str:
+    """Options given rule over what an earlier run left, but for what the canary made of them; says
+    what is in force then."""
+    from blasst.server.canary import raised_over
     from blasst.server.control import Wish
 
     try:
@@ -144,6 +146,8 @@ def _set_given(control: ControlService, given: Given) -> str:
             return f"unknown: {e} (blasst threshold set --mag N --force)"
         old = DENSE
     new = old
+    if keep_raised and given.threshold and raised_over(old, given.threshold, None):
+        return f"{old.threshold or 'dense'}, generation {old.generation}: the canary raised it"
     # The file rules over the environment, in which --min-context travels: clear it there.
     if given.threshold is not None or (given.min_context and old.min_context is not None):
         wish = Wish(given.threshold or old.threshold, reason="blasst serve", by="blasst serve")
@@ -186,7 +190,8 @@ def _settings(args: argparse.Namespace, vllm: VllmOptions) -> Settings:
             f"--port and --sidecar-port are both {vllm.port} and collide; give vLLM or the sidecar "
             "another"
         )
-    return sidecar_settings(args, "sidecar_", args.state_dir or default_state_dir(vllm.port))
+    state_dir = args.state_dir or default_state_dir(vllm.port)
+    return sidecar_settings(args, "sidecar_", state_dir, args.engine_url or vllm.url)
 
 
 def _vllm_command(given: str) -> list[str]:

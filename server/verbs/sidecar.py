@@ -20,7 +20,6 @@ from blasst.server.verbs.common import (
 if TYPE_CHECKING:
     from blasst.server.sidecar import Sidecar
 
-_DAY_S = 86_400.0
 _VLLM_PORT = 8000
 _EPILOG = """Start vLLM with VLLM_BLASST_STATE_DIR set to the same folder.
 
@@ -52,11 +51,14 @@ def run(args: argparse.Namespace) -> int:
     sidecar: Sidecar | None = None
     try:
         state_dir = args.state_dir or default_state_dir(_VLLM_PORT)
-        settings = sidecar_settings(args, "", state_dir)
+        settings = sidecar_settings(
+            args, "", state_dir, args.engine_url or f"http://127.0.0.1:{_VLLM_PORT}"
+        )
         from blasst.server.sidecar import Sidecar
+        from blasst.server.sweep import DAY_S
 
         sidecar = Sidecar(settings)
-        sidecar.prepare(dead_pages_older_than_s=_DAY_S)
+        sidecar.prepare(dead_pages_older_than_s=DAY_S)
         sidecar.start()
         print(f"blasst sidecar: {sidecar.url} state {settings.state_dir}", flush=True)
         while sidecar.running and not stopped.wait(0.5):

@@ -23,6 +23,15 @@ class VllmOptions:
     known_port: bool
     arguments: list[str]
 
+    @property
+    def url(self) -> str:
+        """Where this machine reaches vLLM; "" where the options do not say, or with TLS."""
+        if not self.known_port or _values(self.arguments, "--ssl-certfile"):
+            return ""
+        everywhere = self.host in ("", "0.0.0.0", "::")
+        host = "127.0.0.1" if everywhere else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
 
 def parse(extra: list[str]) -> VllmOptions:
     """MODEL and vLLM's options as given. Raises SettingsError for what cannot work."""

@@ -221,6 +221,10 @@ def test_the_knobs_of_the_sidecar_are_these():
         "tls_key",
         "presets_dir",
         "follow",
+        "canary",
+        "engine_url",
+        "vllm_metrics",
+        "otlp_endpoint",
     ]
 
 

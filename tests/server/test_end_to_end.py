@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from blasst.kernels.exchange.stats import iter_stats
+from blasst.kernels.threshold import SkipThreshold
+from blasst.server.canary import Canary
+from blasst.server.canary_plan import Bounds, CanaryPlan
+from blasst.server.control import ControlService, Wish
+from blasst.server.probe import Endpoint, Prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -82,13 +88,62 @@ def complete(client, text, **xargs):
     return client.post("/v1/completions", json=body)
 
 
+def put(sidecar, body):
+    answer = sidecar.put("/v1/blasst/threshold", json=body, headers={"if-match": "*"})
+    assert answer.status_code in (200, 202), answer.text
+    until(lambda: sidecar.get("/v1/blasst/threshold").json()["converged"])
+
+
+def check_page_and_schedule(sidecar, vllm, prompt):
+    """One port has vLLM's metrics, too; a prompt's length chooses its threshold."""
+    text = sidecar.get("/metrics").text
+    assert "vllm:time_to_first_token_seconds_count{" in text
+    assert "blasst_upstream_up 1.0" in text
+    names = re.findall(r"^# TYPE (\S+)", text, re.M)
+    assert len(names) == len(set(names))
+    prefill = "blasst_prefill_seconds_count"
+    assert total(vllm, prefill, lambda_class="mag_2500_4499") == 1
+    assert total(sidecar, "blasst_layers", path="vote") == 2
+    (rank,) = sidecar.get("/v1/blasst/status").json()["ranks"]
+    assert (rank["geometry"], rank["generation_seen"]) == ("128x128", 1)
+    steps = [{"up_to": PROMPT_TOKENS - 100, "off": True}, {"mag": 7000}]
+    put(sidecar, {"schedule": steps, "min_context": 100})
+    admitted = "blasst_requests_admitted_total"
+    before = total(sidecar, admitted, lambda_class="dense")
+    assert complete(vllm, prompt[: PROMPT_TOKENS - 200]).status_code == 200
+    assert complete(vllm, prompt).status_code == 200
+    until(lambda: total(sidecar, admitted, lambda_class="mag_7000_9999") == 1)
+    assert total(sidecar, admitted, lambda_class="dense") == before + 1
+    until(lambda: sidecar.get("/v1/blasst/status").json()["ranks"][0]["generation_seen"] == 2)
+
+
+def check_canary(sidecar, url, prompt, tmp_path):
+    """Probes of a real engine: a lambda that skips nearly all is noticed, one that skips nothing
+    is not."""
+    folder = tmp_path / "canary"
+    folder.mkdir()
+    control = ControlService(folder)
+    control.open()
+    prompts = (Prompt(prompt), Prompt(prompt[::-1]))
+    plan = CanaryPlan(prompts, Endpoint(url), Bounds(), min_probes=2, max_tokens=8)
+    for threshold, stepped in ((SkipThreshold("lambda", 0.0), 0), (SkipThreshold("mag", 50), 1)):
+        put(sidecar, {threshold.unit: threshold.value, "min_context": 100})
+        control.set(Wish(threshold, 100), "*")
+        canary = Canary(plan, control, lambda generation: True, lambda: 0)
+        assert [canary.probe() for _ in range(2)] == ["ok", "ok"], canary.state().error
+        state = canary.state()
+        assert (state.steps, state.breached, state.noisy) == (stepped, stepped == 1, False), state
+    assert control.read().threshold == SkipThreshold("mag", 550)
+    control.close()
+
+
 def test_one_life_of_a_deployment(blasst, connect, model, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     process = blasst(
         *("serve", model, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port),
         *("--sidecar-port", 0, "--state-dir", tmp_path / "state", "--min-context", 1000),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", 2048),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", 2048, "--vllm-metrics"),
         env=ENV,
     )
     sidecar = connect(process.url())
@@ -144,6 +199,8 @@ def test_one_life_of_a_deployment(blasst, connect, model, tmp_path):
         assert "blasst" in refused.text
     until(lambda: total(sidecar, "blasst_requests_rejected_total") == 3)
     assert total(sidecar, "blasst_tiles_visited_total") == visited
+    check_page_and_schedule(sidecar, vllm, prompt)
+    check_canary(sidecar, f"http://127.0.0.1:{port}", prompt, tmp_path)
 
     began = time.monotonic()
     process.popen.send_signal(signal.SIGINT)

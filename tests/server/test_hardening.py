@@ -138,6 +138,9 @@ def test_one_token_for_both_scopes_is_refused(secret):
         ({"read_token_file": "x"}, "needs --token-file"),
         ({"tls_cert": "x"}, "go together"),
         ({"tls_cert": "x", "tls_key": "x", "uds": "x"}, "needs none"),
+        ({"vllm_metrics": True}, "give --engine-url"),
+        ({"canary": "x"}, "give --engine-url"),
+        ({"engine_url": "ftp://x"}, "must look like http"),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, settings, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -194,6 +195,22 @@ def test_what_is_in_force_is_said_at_the_start(serve, tmp_path):
     assert "blasst threshold set --mag N --force" in out
     for _ in range(2):
         assert "threshold scale 500, generation 2\n" in run_once(serve, "--scale", 500)
+
+
+def test_what_the_canary_made_of_the_given_threshold_outlives_a_restart(serve, tmp_path):
+    (tmp_path / "prompts").write_text('{"prompt": "x"}\n')
+    plan = tmp_path / "plan.toml"
+    plan.write_text('prompts = "prompts"\ninterval_s = 3600\n')
+    (tmp_path / "state").mkdir()
+    raised = DesiredState(5, SkipThreshold("mag", 3000), origin="canary: raised from mag 2500")
+    write_desired(tmp_path / "state", raised)
+    out = run_once(serve, "--mag", 2500, "--canary", plan)
+    assert "threshold mag 3000, generation 5: the canary raised it\n" in out
+    assert read_desired(tmp_path / "state" / FILE_NAME) == raised
+    assert "threshold mag 4500, generation 6\n" in run_once(serve, "--mag", 4500, "--canary", plan)
+    write_desired(tmp_path / "state", dataclasses.replace(raised, generation=7))
+    # Without a canary the command line rules as ever.
+    assert "threshold mag 2500, generation 8\n" in run_once(serve, "--mag", 2500)
 
 
 def test_a_given_min_context_rules_over_an_earlier_one(serve, tmp_path):

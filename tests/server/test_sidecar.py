@@ -335,6 +335,22 @@ def test_old_dead_pages_are_removed_at_the_start(sidecar, fake_engine, state):
     assert sorted(p.name for p in (state / "stats").iterdir()) == sorted([fresh.name, live])
 
 
+def test_old_dead_pages_are_removed_while_it_runs_too(sidecar, fake_engine, state):
+    from blasst.server.sweep import Sweeper
+
+    engine = fake_engine(state / "stats")
+    dead = engine.kill(engine.front(1))
+    live = engine.front(2)
+    sweeper = Sweeper(state / "stats", older_than_s=0.2, every_s=0.1)
+    assert sweeper.sweep() == []
+    sweeper.start()
+    end = time.monotonic() + 10
+    while dead.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    sweeper.stop()
+    assert [p.name for p in (state / "stats").iterdir()] == [live]
+
+
 def test_what_a_killed_writer_left_is_removed_at_the_start(sidecar, state):
     state.mkdir()
     (state / ".desired-x1").write_text("{")

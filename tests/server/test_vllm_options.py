@@ -29,3 +29,14 @@ def test_what_is_understood_of_vllms_options(model):
     assert not vllm_options.parse(["org/name", "--uds", "/run/x"]).known_port
     assert not vllm_options.parse(["org/name", "--config", "x.yaml"]).known_port
     assert vllm_options.parse(["org/name", "--config", "x.yaml", "--port", "9"]).known_port
+
+
+def test_the_address_of_vllm_follows_from_its_options(model):
+    def url(*options):
+        return vllm_options.parse([str(model), *options]).url
+
+    assert url() == "http://127.0.0.1:8000"
+    assert url("--host", "0.0.0.0", "--port", "9") == "http://127.0.0.1:9"
+    assert url("--host", "::1") == "http://[::1]:8000"
+    assert url("--uds", "/run/x") == url("--config", "x.yaml") == ""
+    assert url("--ssl-certfile", "x") == ""

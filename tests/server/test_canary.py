@@ -1,0 +1,480 @@
+"""The canary against a fake engine whose answers differ from dense ones as told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from blasst.kernels.exchange.desired import read_desired
+from blasst.kernels.exchange.schedule import Schedule
+from blasst.kernels.threshold import SkipThreshold
+from blasst.server import cli
+from blasst.server.audit import AuditLog
+from blasst.server.canary import STATE_NAME, Canary, base_of, raised
+from blasst.server.canary_plan import Bounds, CanaryPlan, load_plan, load_prompts
+from blasst.server.control import ControlService, Wish
+from blasst.server.follow import Follower
+from blasst.server.probe import Answer, Endpoint, Position, ProbeError, Prompt, compare
+from blasst.server.settings import SettingsError
+
+MAG = SkipThreshold("mag", 2500)
+
+
+class FakeVllm:
+    """Greedy tokens 0, 1, 2, ...; as deployed others from `differs_at` on, dense ones from
+    `dense_differs_at` on for every second dense request."""
+
+    def __init__(self):
+        self.differs_at = None
+        self.dense_differs_at = None
+        self.drop = 0.0
+        self.requests = []
+        self.answer = None
+        self.before_answer = lambda: None
+        self.dense_seen = 0
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.reply({"data": [{"id": "tiny"}]})
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.requests.append((self.path, body, self.headers.get("Authorization")))
+                fake.before_answer()
+                self.reply(fake.made(body))
+
+            def reply(self, body):
+                data = json.dumps(body).encode() if fake.answer is None else fake.answer
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def made(self, body):
+        dense = body.get("vllm_xargs", {}).get("blasst_mag") == "off"
+        self.dense_seen += dense
+        at = self.differs_at
+        if dense:
+            at = self.dense_differs_at if self.dense_seen % 2 == 0 else None
+        drop = 0.0 if dense else self.drop
+        count = body["max_tokens"]
+        tokens = [f"token_id:{i if at is None or i < at else i + 1000}" for i in range(count)]
+        probs = [-0.1 - drop] * count
+        tops = [
+            {t: p, f"token_id:{i}": p - 0.5}
+            for i, (t, p) in enumerate(zip(tokens, probs, strict=True))
+        ]
+        usage = {"prompt_tokens": 5000}
+        if "messages" not in body:
+            found = {"tokens": tokens, "token_logprobs": probs, "top_logprobs": tops}
+            return {"choices": [{"logprobs": found}], "usage": usage}
+        content = [
+            {
+                "token": t,
+                "logprob": p,
+                "top_logprobs": [{"token": k, "logprob": v} for k, v in top.items()],
+            }
+            for t, p, top in zip(tokens, probs, tops, strict=True)
+        ]
+        return {"choices": [{"logprobs": {"content": content}}], "usage": usage}
+
+
+@pytest.fixture
+def vllm():
+    fake = FakeVllm()
+    yield fake
+    fake.server.shutdown()
+    fake.server.server_close()
+
+
+@pytest.fixture
+def control(tmp_path):
+    service = ControlService(tmp_path)
+    service.open()
+    yield service
+    service.close()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def make(vllm, control):
+    """A canary whose clock is moved by hand; probes are sent by calling `probe`."""
+
+    def make(threshold=MAG, min_context=100, follows=True, short=0, **plan):
+        if threshold is not None:
+            control.set(Wish(threshold, min_context), "*")
+        plan = {"max_tokens": 10, "min_probes": 3, "window": 5, **plan}
+        bounds = plan.pop("bounds", Bounds())
+        plan = CanaryPlan((Prompt("a"), Prompt([1, 2])), Endpoint(vllm.url), bounds, **plan)
+        clock = Clock()
+        canary = Canary(plan, control, lambda generation: follows, lambda: short, clock=clock)
+        canary.clock = clock
+        return canary
+
+    return make
+
+
+def test_equal_answers_change_nothing(make, control, vllm):
+    canary = make()
+    assert [canary.probe() for _ in range(6)] == ["ok"] * 6
+    state = canary.state()
+    assert (state.agreement, state.control, state.nll_increase) == (1.0, 1.0, 0.0)
+    assert (state.probes, state.steps, state.breached) == (5, 0, False)
+    assert control.read().generation == 1
+    # Dense, deployed, dense again; one salt a probe; both kinds of prompt in turn.
+    sent = [body for _, body, _ in vllm.requests[:6]]
+    assert ["vllm_xargs" in body for body in sent] == [True, False, True] * 2
+    salts = [body["cache_salt"] for body in sent]
+    assert salts[:3] == salts[:1] * 3
+    assert salts[3] != salts[0]
+    assert (sent[0]["prompt"], sent[3]["prompt"]) == ("a", [1, 2])
+    assert all(body["temperature"] == 0 and body["model"] == "tiny" for body in sent)
+
+
+def test_a_crossed_bound_raises_the_mag_once_a_cooldown(make, control, vllm, tmp_path):
+    canary = make(cooldown_s=100.0)
+    vllm.differs_at = 5
+    assert [canary.probe() for _ in range(2)] == ["ok", "ok"]
+    assert control.read().threshold == MAG, "too few probes to judge"
+    canary.probe()
+    state = control.read()
+    assert (state.threshold, state.generation) == (SkipThreshold("mag", 3000), 2)
+    assert (state.updated_by, state.min_context) == ("canary", 100)
+    assert base_of(state) == "mag 2500"
+    for _ in range(5):
+        canary.probe()
+    assert control.read().generation == 2, "it cools down"
+    canary.clock.now = 100.0
+    canary.probe()
+    after = control.read()
+    assert (after.threshold.value, base_of(after)) == (3500, "mag 2500")
+    record = AuditLog(tmp_path).tail(1)[0]
+    assert (record["who"], record["old"]["threshold"]["value"]) == ("canary", 3000)
+    assert "token agreement 0.500 is below 0.9 over" in record["reason"]
+    assert AuditLog(tmp_path).verify() == 3
+    assert canary.state().steps == 2
+
+
+def test_nll_alone_crosses_and_a_breach_ends_by_its_margin_only(make, control, vllm):
+    canary = make(bounds=Bounds(max_nll_increase=0.2), window=3, cooldown_s=0.0)
+    vllm.drop = 0.3
+    for _ in range(3):
+        canary.probe()
+    assert control.read().threshold.value == 3000
+    assert "NLL rose by 0.3000 nats" in control.read().reason
+    vllm.drop = 0.18  # within the bound, not by its margin
+    for _ in range(4):
+        canary.probe()
+    assert canary.state().breached
+    assert control.read().threshold.value == 3000
+    vllm.drop = 0.1
+    for _ in range(4):
+        canary.probe()
+    assert not canary.state().breached
+    assert control.read().threshold.value == 3000, "it never goes down"
+
+
+def test_an_endpoint_that_differs_from_itself_is_no_reason_to_step(make, control, vllm):
+    canary = make()
+    vllm.differs_at, vllm.dense_differs_at = 5, 5
+    for _ in range(5):
+        canary.probe()
+    state = canary.state()
+    assert (state.noisy, state.breached, state.steps) == (True, True, 0)
+    assert "differ as much among themselves" in state.error
+    assert control.read().generation == 1
+    assert control.tally.errors()["canary"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"),
+    [
+        ({"threshold": None}, "dense"),
+        ({"follows": False}, "not_followed"),
+        ({"min_context": 6000}, "dense"),
+        ({"min_context": None, "short": 6000}, "dense"),
+        ({"threshold": Schedule.parse("16k=off,rest=mag:2500")}, "dense"),
+    ],
+)
+def test_what_says_nothing_about_the_threshold_is_not_counted(make, vllm, options, outcome):
+    canary = make(**options)
+    vllm.differs_at = 0
+    assert [canary.probe() for _ in range(4)] == [outcome] * 4
+    assert (canary.state().probes, canary.state().counts[outcome]) == (0, 4)
+
+
+def test_a_change_during_a_probe_discards_it(make, control, vllm):
+    canary = make()
+    canary.probe()
+    vllm.before_answer = lambda: control.set(Wish(SkipThreshold("mag", 9000)), "*")
+    assert canary.probe() == "changed_meanwhile"
+    vllm.before_answer = lambda: None
+    canary.probe()
+    assert canary.state().probes == 1, "results of the old threshold are gone"
+
+
+def test_somebody_quicker_wins(make, control, vllm, monkeypatch):
+    canary = make(min_probes=1)
+    vllm.differs_at = 0
+    real = control.set
+
+    def slower(wish, if_match):
+        real(Wish(SkipThreshold("mag", 9000), by="a person"), "*")
+        return real(wish, if_match)
+
+    monkeypatch.setattr(control, "set", slower)
+    assert canary.probe() == "changed_meanwhile"
+    assert control.read().threshold.value == 9000
+
+
+@pytest.mark.parametrize(
+    ("at_ceiling", "last"), [("dense", None), ("hold", SkipThreshold("mag", 3200))]
+)
+def test_above_the_ceiling(make, control, vllm, at_ceiling, last):
+    canary = make(ceiling_mag=3200.0, at_ceiling=at_ceiling, min_probes=1, cooldown_s=0.0)
+    vllm.differs_at = 0
+    seen = []
+    for _ in range(4):
+        canary.probe()
+        seen.append(control.read().threshold)
+    assert [t.value for t in seen[:2]] == [3000, 3200]
+    assert seen[2:] == [last, last]
+
+
+def test_watching_steps_never(make, control, vllm):
+    canary = make(watch_only=True)
+    vllm.differs_at = 0
+    for _ in range(5):
+        canary.probe()
+    assert canary.state().breached
+    assert control.read().generation == 1
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [
+        (MAG, SkipThreshold("mag", 3000)),
+        (SkipThreshold("lambda", 2**-2.5), SkipThreshold("mag", 3000)),
+        (SkipThreshold("lambda", 0.0), SkipThreshold("lambda", 0.0)),
+        (SkipThreshold("scale", 1000), SkipThreshold("scale", 1000 * 2**-0.5)),
+        (SkipThreshold("scale", 1e9), SkipThreshold("scale", 1e9 * 2**-0.5)),
+        (SkipThreshold("mag", 14000), None),
+        (SkipThreshold("mag", 13900), SkipThreshold("mag", 14000)),
+        (
+            Schedule.parse("1k=off,2k=mag:14000,rest=mag:2500"),
+            Schedule.parse("1k=off,2k=off,rest=mag:3000"),
+        ),
+        (Schedule.parse("1k=mag:14000,rest=off"), None),
+    ],
+)
+def test_one_step_of_every_kind(threshold, expected):
+    assert raised(threshold, 500, 14000, 10_000) == expected
+
+
+def test_the_window_and_the_step_survive_a_restart(make, control, vllm, tmp_path):
+    make().probe()
+    again = make(threshold=None)
+    again._load()
+    assert again.state().probes == 1
+    for damaged in ("", "{", "[]", '{"schema_version": 9}', '{"schema_version": 1}'):
+        (tmp_path / STATE_NAME).write_text(damaged)
+        fresh = make(threshold=None)
+        fresh._load()
+        assert fresh.state().probes == 0
+        assert "begun anew" in fresh.state().error
+    vllm.differs_at = 0
+    stepping = make(threshold=None, min_probes=1)
+    stepping.probe()
+    raised_to = control.read()
+    declared = tmp_path / "threshold.json"
+    declared.write_text('{"mag": 2500, "min_context": 100}')
+    Follower(declared, control, keep_raised=True).step()
+    assert control.read() == raised_to
+    follower = Follower(declared, control, keep_raised=True)
+    follower.step()
+    declared.write_text('{"mag": 2500, "min_context": 100, "reason": "back to it"}')
+    follower.step()
+    assert control.read().threshold == MAG, "a file that changed is an order"
+
+
+def test_without_an_endpoint_probes_fail_and_serving_goes_on(make, control, vllm):
+    canary = make()
+    for answer, message in (
+        (b"{}", "names no model"),
+        (b"[]", "no JSON object"),
+        (b"x", "no usable answer"),
+    ):
+        vllm.answer = answer
+        assert canary.probe() == "failed"
+        assert message in canary.state().error
+    vllm.answer = None
+    canary.probe()
+    assert canary.state().error == ""
+    vllm.server.server_close()
+    vllm.server.shutdown()
+    assert canary.probe() == "failed"
+    assert control.tally.last.kind == "canary"
+    assert control.read().generation == 1
+
+
+def test_messages_and_api_key(vllm):
+    endpoint = Endpoint(vllm.url, "m", "secret")
+    vllm.differs_at = 4
+    result = endpoint.probe(Prompt(messages=[{"role": "user", "content": "hi"}]), 8)
+    assert (result.agreement, result.control, result.prompt_tokens) == (0.5, 1.0, 5000)
+    # Four equal tokens, then the dense one at 0.5 nats less.
+    assert result.nll_increase == pytest.approx(0.1)
+    path, _, authorization = vllm.requests[0]
+    assert (path, authorization) == ("/v1/chat/completions", "Bearer secret")
+    assert "secret" not in repr(endpoint)
+
+
+def positions(*tokens):
+    return tuple(Position(t, -1.0, {t: -1.0, "other": -3.0}) for t in tokens)
+
+
+def test_comparison():
+    dense = Answer(positions("a", "b", "c", "d"), 7)
+    shorter = compare(dense, Answer(positions("a", "b"), 7), positions("a"))
+    assert (shorter.agreement, shorter.control, shorter.nll_increase) == (0.5, 0.25, 0.0)
+    other = compare(dense, Answer(positions("x"), 7), dense.positions)
+    assert other.agreement == 0.0
+    assert other.nll_increase == pytest.approx(2.0), "at least as far as the least likely shown"
+    with pytest.raises(ProbeError, match="empty"):
+        compare(Answer((), 7), dense, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "is not TOML"),
+        ("", "needs prompts"),
+        ('prompts = "absent"', "cannot be read"),
+        ('prompts = "p"\nwhat = 1', "'what' is unknown; it takes api_key_file"),
+        ('prompts = "p"\ninterval_s = 0.1', "interval_s must be 1 to 86400 seconds"),
+        ('prompts = "p"\nwindow = 2.5', "whole number of probes"),
+        ('prompts = "p"\nmin_agreement = nan', "min_agreement must be 0 to 1"),
+        ('prompts = "p"\nmin_probes = 50', "min_probes is above window"),
+        ('prompts = "p"\nwatch_only = 1', "watch_only must be bool"),
+        ('prompts = "p"\nat_ceiling = "up"', "at_ceiling must be dense or hold"),
+        ('prompts = "p"\nurl = "file:///etc"', "must look like http"),
+        ('prompts = "p"\napi_key_file = "open"', "others can read"),
+        ('prompts = "bad"', "line 1 of"),
+        ('prompts = "none"', "has 0 prompts"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_at_the_start(tmp_path, text, message):
+    (tmp_path / "p").write_text('{"prompt": "x"}\n')
+    (tmp_path / "bad").write_text('{"prompt": "x", "messages": []}\n')
+    (tmp_path / "none").write_text("\n")
+    (tmp_path / "open").write_text("key")
+    (tmp_path / "open").chmod(0o644)
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        load_plan(tmp_path / "plan.toml", "http://127.0.0.1:8000")
+
+
+def test_a_plan_with_everything(tmp_path):
+    (tmp_path / "p").write_text(
+        '{"prompt": "x"}\n\n{"messages": [{"role": "user"}]}\n{"prompt": [1]}'
+    )
+    key = tmp_path / "key"
+    key.write_text("k-1\n")
+    key.chmod(0o600)
+    (tmp_path / "plan.toml").write_text(
+        'prompts = "p"\nurl = "http://h:1/"\nmodel = "m"\napi_key_file = "key"\ninterval_s = 5\n'
+        "window = 9\nmin_probes = 2\nmax_tokens = 7\ncooldown_s = 1\nstep_mag = 100\n"
+        'ceiling_mag = 5000\nat_ceiling = "hold"\nwatch_only = true\nmin_agreement = 0.5\n'
+        "max_nll_increase = 0.5\nmargin = 0.1\ntimeout_s = 3\n"
+    )
+    plan = load_plan(tmp_path / "plan.toml", "http://127.0.0.1:8000")
+    assert plan.endpoint == Endpoint("http://h:1", "m", "k-1", 3)
+    assert plan.bounds == Bounds(0.5, 0.5, 0.1)
+    assert (plan.interval_s, plan.window, plan.at_ceiling, plan.watch_only) == (5, 9, "hold", True)
+    assert [p.prompt for p in plan.prompts] == ["x", None, [1]]
+    assert len(load_prompts(tmp_path / "p")) == 3
+
+
+def test_the_verb_measures_once_and_changes_nothing(vllm, tmp_path, capsys):
+    (tmp_path / "p").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    plan = tmp_path / "plan.toml"
+    plan.write_text('prompts = "p"\nmax_tokens = 10\n')
+
+    def run(*options):
+        code = cli.main(["canary", str(plan), "--engine-url", vllm.url, *options])
+        return code, *capsys.readouterr()
+
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert "prompt 2, 5000 tokens: agreement 1.000, dense again 1.000" in out
+    assert "mean of 2: agreement 1.000" in out
+    vllm.differs_at = 5
+    code, out, err = run("--json")
+    assert (code, err) == (3, "blasst: error: token agreement 0.500 is below 0.9\n")
+    assert json.loads(out.splitlines()[-1])["crossed"]
+    vllm.dense_differs_at = 5
+    assert run()[0] == 4
+    vllm.answer = b"{}"
+    assert run()[0] == 1
+    plan.write_text("")
+    assert run()[0] == 2
+
+
+def test_in_a_sidecar_it_shows_in_status_and_metrics(make_canary_sidecar, vllm, connect):
+    url, engine = make_canary_sidecar(vllm.url)
+    client = connect(url)
+    vllm.differs_at = 3
+    headers = {"if-match": "*"}
+    wish = {"mag": 2500, "min_context": 1}
+    set_now = client.put("/v1/blasst/threshold", json=wish, headers=headers)
+    engine.acknowledge(set_now.json()["generation"])
+    end = time.monotonic() + 20
+    while (shown := client.get("/v1/blasst/status").json())["canary"]["probes"] == 0:
+        assert time.monotonic() < end, shown["canary"]
+        time.sleep(0.1)
+    assert shown["canary"]["agreement"] == pytest.approx(0.3)
+    text = client.get("/metrics").text
+    assert 'blasst_canary_probes_total{result="ok"}' in text
+
+
+@pytest.fixture
+def make_canary_sidecar(blasst, fake_engine, tmp_path):
+    def make(url):
+        engine = fake_engine(tmp_path / "state" / "stats")
+        engine.front(42)
+        (tmp_path / "p").write_text('{"prompt": "x"}\n')
+        plan = tmp_path / "plan.toml"
+        plan.write_text('prompts = "p"\ninterval_s = 1\nmax_tokens = 10\nwatch_only = true\n')
+        process = blasst(
+            *("sidecar", "--port", 0, "--state-dir", tmp_path / "state"),
+            *("--canary", plan, "--engine-url", url),
+        )
+        return process.url(), engine
+
+    return make
+
+
+def test_the_state_file_of_a_step_is_read_by_the_release_before(make, control, vllm, tmp_path):
+    canary = make(min_probes=1)
+    vllm.differs_at = 0
+    canary.probe()
+    assert json.loads((tmp_path / "desired.json").read_text())["schema_version"] == 2
+    assert read_desired(tmp_path / "desired.json").threshold.value == 3000
