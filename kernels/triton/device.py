@@ -40,12 +40,11 @@ def _load(at, exists, MASK: tl.constexpr):
 
 @triton.jit
 def _visible_bits(Bits, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """bool [TILE_M, TILE_N] of a block with bits; all of it when tile < 0."""
+    """bool [TILE_M, TILE_N] of a block with bits."""
     WORDS: tl.constexpr = TILE_N // 32
     m, n = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     at = Bits + (tile.to(tl.int64) * TILE_M + m)[:, None] * WORDS + (n // 32)[None, :]
-    words = tl.load(at, mask=(tile + 0 * m >= 0)[:, None], other=-1)
-    return ((words >> (n % 32)[None, :]) & 1) != 0
+    return ((tl.load(at) >> (n % 32)[None, :]) & 1) != 0
 
 
 @triton.jit
@@ -80,10 +79,11 @@ def _visit_block(
     s = tl.dot(q, k)
     if MASK:
         if LISTS:
-            visible = _visible_bits(mask[0], mask[1], TILE_M, TILE_N)
+            if mask[1] >= 0:
+                visible = _visible_bits(mask[0], mask[1], TILE_M, TILE_N)
+                s = tl.where(visible, s, float("-inf"))
         else:
-            visible = key[None, :] < reach[:, None]
-        s = tl.where(visible, s, float("-inf"))
+            s = tl.where(key[None, :] < reach[:, None], s, float("-inf"))
     block_max = tl.max(s, 1)
     keep = True
     if VOTE:
@@ -190,12 +190,12 @@ def prefill_kernel(
         counts, blocks, tiles, bits, heads, m_blocks, max_blocks = Lists
         at = (request * heads + head % heads).to(tl.int64) * m_blocks + m
         n_blocks = tl.load(counts + at)
-        for i in tl.range(0, n_blocks):
+        for i in tl.range(0, n_blocks, num_stages=STAGES):
             n = tl.load(blocks + at * max_blocks + i)
             mask = (bits, tl.load(tiles + at * max_blocks + i))
             acc, row_sum, row_max, skipped = _visit_block(
                 (acc, row_sum, row_max, skipped), q, n, i == 0, keys, reach, vote, scale_log2, mask,
-                True, VOTE, PAGE, False, True, TILE_M, TILE_N, HEAD_DIM,
+                True, VOTE, PAGE, V_AHEAD, True, TILE_M, TILE_N, HEAD_DIM,
             )  # fmt: skip
     else:
         for i in tl.range(0, n_blocks - n_full, num_stages=1):

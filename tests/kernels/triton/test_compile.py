@@ -67,7 +67,7 @@ def build(capability, limit, case):
     if not values["VOTE"]:
         values |= {"SkipLambda": None, "Counters": None}
     if values["LISTS"]:
-        kinds["Lists"] = ("*i32", "*i32", "*i32", "*i32", "i32", "i32")
+        kinds["Lists"] = ("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32")
     else:
         values["Lists"] = None
     kinds |= dict.fromkeys(values, "constexpr")
