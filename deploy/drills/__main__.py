@@ -1,4 +1,4 @@
-"""python -P -m blasst.deploy.drills kill|soak: drills of a deployment on this machine."""
+"""python -P -m blasst.deploy.drills --help: drills of a deployment on this machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from blasst.deploy.drills import kill, soak
+from blasst.deploy.drills import dashboard, kill, soak
 from blasst.deploy.drills.processes import ROLES
 from blasst.deploy.drills.verdict import Result
 
+DASHBOARD = Path(__file__).parents[1] / "grafana" / "dashboards" / "blasst.json"
 _EPILOG = """exit codes: 0 every promise held, 1 one was broken (a line on stderr says which),
 2 bad input or processes that do not come up
 """
@@ -25,10 +26,17 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    drills = top.add_subparsers(dest="drill", required=True, metavar="kill|soak")
+    drills = top.add_subparsers(dest="drill", required=True, metavar="kill|soak|dashboard")
     _add_kill(drills.add_parser("kill", help="kill -9 of every process under load and changes"))
     _add_soak(drills.add_parser("soak", help="hours of calls in minutes: memory and open files"))
+    _add_dashboard(drills.add_parser("dashboard", help="draw the Grafana dashboard as a page"))
     return top
+
+
+def _add_dashboard(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--prometheus", required=True, help="such as http://127.0.0.1:9090")
+    one.add_argument("--minutes", type=float, default=15.0, help="of the past (%(default)s)")
+    one.add_argument("--dashboard", type=Path, default=DASHBOARD, help="default: blasst's own")
 
 
 def _add_common(one: argparse.ArgumentParser, plan: type[kill.Plan] | type[soak.Plan]) -> None:
@@ -73,6 +81,8 @@ def _add_soak(one: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
+    if args.drill == "dashboard":
+        return _draw(args)
     with tempfile.TemporaryDirectory(prefix="blasst-drill-") as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +92,15 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"drills: {e}", file=sys.stderr)
             return 2
     return _report(result)
+
+
+def _draw(args: argparse.Namespace) -> int:
+    try:
+        print(dashboard.draw(args.prometheus, args.dashboard, args.minutes))
+    except (OSError, ValueError) as e:
+        print(f"drills: {e}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _say(text: str) -> None:

@@ -82,6 +82,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Result:
     deployment = Deployment(plan.model, plan.folder, plan.options)
     try:
         deployment.engine.wait_ready(START_S)
+        say(f"sidecar at http://127.0.0.1:{deployment.control_port}, engine at {deployment.port}")
         texts = prompts(8, plan.prompt_tokens, plan.vocabulary, plan.seed)
         own = (*_MAGS, "off")
         load = Load(deployment.port, texts, own, plan.clients, plan.request_pause_s, plan.seed)
