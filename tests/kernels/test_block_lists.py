@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from blasst.kernels import block_lists as module
+from blasst.kernels.api import prefill_attention
 from blasst.kernels.block_lists import ALL, NONE, block_lists, group_lists
 from blasst.kernels.call import Call, check_call
+from blasst.kernels.native import build
 from blasst.kernels.testing import block_mask_from, cumulative
 from blasst.kernels.tiles import visited_blocks
 from blasst.kernels.types import AttentionSpec, BlockMask, Geometry, MaskMod, RaggedKV
@@ -159,14 +161,37 @@ def test_lists_go_with_their_mask_and_are_bounded() -> None:
     assert len(module._HELD) < held
 
 
+DOCUMENTS = torch.arange(150) // 50
+
+
+def reads(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A mask that reads a tensor of the request's own tokens: it has nothing beyond them."""
+    return DOCUMENTS[q] == DOCUMENTS[k]
+
+
 def test_a_mask_is_not_asked_beyond_the_ends() -> None:
-    """A mask that reads a tensor of the request's own tokens has nothing there."""
-    document = torch.arange(150) // 50
-
-    def reads(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return document[q] == document[k]
-
     seqlens = ((70, 150),)
     mask = block_mask_from(reads, seqlens=seqlens, num_heads=HEADS, geometry=GEOMETRY)
     lists = block_lists(make_call(mask, causal=False, seqlens=seqlens))
     assert int(lists.counts.sum()) > 0
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", "cpu-torch"])
+def test_no_implementation_asks_a_mask_beyond_the_ends(impl: str) -> None:
+    if impl == "cpu" and (reasons := build.reasons()):
+        pytest.skip("; ".join(reasons))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(150, n, 64, generator=generator) for n in (2, 1, 1))
+    ends = cumulative([150])
+    seqlens = ((150, 150),)
+    mask = block_mask_from(reads, seqlens=seqlens, num_heads=1, geometry=GEOMETRY)
+    spec = AttentionSpec(causal=False, block_mask=mask, geometry=GEOMETRY)
+    out, _ = prefill_attention(q, RaggedKV(k, v, ends), ends, spec=spec, impl=impl)
+    last = prefill_attention(
+        q[100:],
+        RaggedKV(k[100:], v[100:], cumulative([50])),
+        cumulative([50]),
+        spec=AttentionSpec(causal=False),
+        impl="reference",
+    )[0]
+    torch.testing.assert_close(out[100:], last, rtol=0, atol=1e-5)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blasst.kernels import support
 from blasst.kernels.api import prefill_attention
 from blasst.kernels.call import check_call
 from blasst.kernels.errors import InvalidInputError, UnsupportedError
@@ -236,6 +237,27 @@ def test_triton_reference_and_cpu_agree(name: str) -> None:
     assert torch.equal(counters[0], expected.counts(1))
     assert torch.equal(counters[1], expected.counts(1))
     torch.testing.assert_close(out.double(), expected.out, atol=4e-3, rtol=0)
+
+
+def test_the_form_of_our_kernels_is_made_once_for_a_geometry() -> None:
+    """What kernels make of it is kept with the object: lists and bits, for all layers and steps."""
+    mask = bind(MASKS["shared prefix"], segments(1, 1, 300))
+    small = Geometry(64, 64)
+    assert mask.blasst(small) is mask.blasst(small)
+    assert mask.blasst(small) is not mask.blasst(Geometry(64, 128))
+    again = bind(MASKS["shared prefix"], segments(1, 1, 300))
+    assert mask.blasst(small) is again.blasst(small)
+
+
+def test_a_kernel_gets_lists_of_its_own_blocks_unless_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(support, "_package", lambda module, distribution: [])
+    hopper = replace(GPU, needs_grad=False)
+    assert routes.blasst_geometry(hopper) == Geometry(64, 128)
+    given = replace(hopper.attention, geometry=Geometry(128, 128))
+    assert routes.blasst_geometry(replace(hopper, attention=given)) == Geometry(128, 128)
+    assert routes.blasst_geometry(replace(CPU, needs_grad=False)) == Geometry(128, 128)
 
 
 def test_votes_under_a_mask_do_skip() -> None:
