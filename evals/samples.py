@@ -143,11 +143,14 @@ def write_samples(path: Path, samples: Iterator[Sample]) -> int:
     """One JSON object a line, complete or not there at all; returns how many."""
     count = 0
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as f:
-        for sample in samples:
-            f.write(json.dumps(asdict(sample), separators=(",", ":")) + "\n")
-            count += 1
-    partial.replace(path)
+    try:
+        with open(partial, "w", encoding="utf-8") as f:
+            for sample in samples:
+                f.write(json.dumps(asdict(sample), separators=(",", ":")) + "\n")
+                count += 1
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return count
 
 

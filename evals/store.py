@@ -33,6 +33,7 @@ class ResultStore:
         self.path = path
         self.records: list[Record] = []
         self._lock = threading.Lock()
+        self._made = not path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = open(path, "a+b", 0)  # noqa: SIM115 - held until close()
@@ -40,6 +41,8 @@ class ResultStore:
             raise InputError(f"{path} cannot be written: {e.strerror}") from e
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._is_there():  # the run before ended empty and took it away just now
+                raise BlockingIOError
             self.records = self._repair()
         except BlockingIOError as e:
             self._file.close()
@@ -82,7 +85,16 @@ class ResultStore:
                 self._keys.add(record["key"])
 
     def close(self) -> None:
+        """A run that failed before its first record leaves no file."""
+        if self._made and not self._file.closed and not self.records and self._is_there():
+            self.path.unlink()
         self._file.close()
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except OSError:
+            return False
 
     def _repair(self) -> list[Record]:
         self._file.seek(0)

@@ -6,12 +6,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blasst.evals.errors import EvalsError, InputError
-
-if TYPE_CHECKING:
-    from blasst.evals.retrieval_model.train import Trainer
 
 
 def main() -> int:
@@ -47,22 +43,20 @@ def _train(args: argparse.Namespace) -> int:
         text = args.text.read_text("utf-8", "replace")
     except OSError as e:
         raise InputError(f"--text {args.text} cannot be read: {e.strerror}") from e
-    defaults = {"stages": continued(), "rate": 1e-3, "decay": 0.6} if args.init else None
+    defaults = (
+        {"stages": continued(), "rate": 1e-3, "decay": 0.6, "warmup_steps": 30}
+        if args.init
+        else None
+    )
     training = read(args.config, defaults)
     trainer = Trainer(training, text, args.out, _say, args.init)
-    if args.init and not trainer.progress.step:
-        _scores(trainer, training.lengths)
     done = trainer.run()
-    _scores(trainer, training.lengths)
     export(trainer.model, trainer.tokenizer, args.out / "model")
-    return 0 if done else 3
-
-
-def _scores(trainer: Trainer, lengths: tuple[int, ...]) -> None:
-    for length in lengths:
+    for length in training.lengths:
         found = trainer.evaluate(length)
         short = {k: [round(x, 4) for x in (s.exact, s.tokens, s.nll)] for k, s in found.items()}
         _say(json.dumps({"length": length, "step": trainer.progress.step} | short))
+    return 0 if done else 3
 
 
 def _damage(args: argparse.Namespace) -> int:

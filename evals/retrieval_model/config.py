@@ -44,9 +44,8 @@ def continued() -> tuple[Stage, ...]:
     """For a model that finds needles already: what was added to the tasks, then long documents."""
     tasks = (0.02, 0.43, 0.15, 0.4)
     return (
-        Stage(110, {1024: 0.4, 4096: 0.6}, 65536, 1, tasks),
-        Stage(140, {1024: 0.1, 4096: 0.4, 16384: 0.5}, 131072, 1, tasks),
-        Stage(140, {1024: 0.05, 4096: 0.2, 16384: 0.35, 32768: 0.4}, 131072, 2, tasks),
+        Stage(70, {4096: 0.5, 16384: 0.5}, 131072, 1, tasks),
+        Stage(130, {4096: 0.15, 16384: 0.4, 32768: 0.45}, 131072, 1, tasks),
     )
 
 

@@ -40,7 +40,7 @@ BOS, EOS = 1, 2
 QUESTIONS = {256: 3, 512: 6, 1024: 12, 2048: 16, 4096: 24, 8192: 32, 16384: 48, 32768: 64}
 """Questions a document: without many of them, almost no token of a long one teaches anything."""
 EVALUATED = ("copy", "single", "multikey", "uuids", "multivalue", "multiquery", "vt", "fwe", "cwe")
-_COMMON, _SHORT_CWE = 10, 3000
+_COMMON, _SHORT_CWE = 10, 5000
 """Words that cwe asks for; below so many tokens it repeats its words less often."""
 
 Ids = np.ndarray

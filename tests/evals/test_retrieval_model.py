@@ -17,7 +17,7 @@ from blasst.evals.errors import InputError
 from blasst.evals.retrieval_model.config import Shape, Stage, Training, curriculum, read, shape_of
 from blasst.evals.retrieval_model.damage import BLOCK, Damage
 from blasst.evals.retrieval_model.documents import EOS, EVALUATED, Documents
-from blasst.evals.retrieval_model.experiment import measure
+from blasst.evals.retrieval_model.experiment import experiment, measure
 from blasst.evals.retrieval_model.model import RetrievalModel, dense, load
 from blasst.evals.retrieval_model.optimizer import orthogonal
 from blasst.evals.retrieval_model.tokenizer import build_tokenizer
@@ -65,6 +65,31 @@ def test_pieces_are_the_tokens_of_the_text(documents: Documents, tokenizer: Any)
         (ids,), _ = documents.evaluation(task, 1, 3000)
         found = ids[1:][ids[1:] > EOS].tolist()
         assert tokenizer.encode(tokenizer.decode(found), add_special_tokens=False).ids == found
+
+
+@pytest.mark.parametrize("kind", range(1, 4))
+def test_every_answer_has_an_end(kind: int, documents: Documents) -> None:
+    mix = [float(kind == i) for i in range(4)]
+    for _ in range(4):
+        (ids,), (weights,) = documents.batch(1, 900, mix)
+        ends = np.nonzero(ids == EOS)[0]
+        assert len(ends) > 0
+        assert (weights[ends] > 0).all()
+        assert (weights[ends - 1] > 0).all()
+        assert set(ids[ends[-1] + 1 :]) <= {0}
+
+
+def test_going_on_from_a_model_keeps_its_weights_and_words(tmp_path: Path, tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    model = RetrievalModel(TINY)
+    export(model, tokenizer, tmp_path / "model")
+    other = replace(TRAINING, shape=Shape())  # the folder's own shape counts
+    trainer = Trainer(other, TEXT + "Unheard of.", tmp_path, print, tmp_path / "model")
+    assert trainer.model.shape == TINY
+    assert trainer.tokenizer.get_vocab() == tokenizer.get_vocab()
+    for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(a.detach().bfloat16().float(), b)
+    assert math.isfinite(trainer._step(STAGE, trainer._batches(STAGE))[0])
 
 
 def test_the_batch_of_a_seed_is_always_the_same(documents: Documents, tokenizer: Any) -> None:
@@ -206,3 +231,10 @@ def test_the_program_tells_what_is_wrong(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "cannot be read" in done.stderr
+    with pytest.raises(InputError, match="give an exported folder"):
+        list(experiment(tmp_path / "none", "multikey", 1, 256))
+    with pytest.raises(InputError, match="choose one of copy, single"):
+        list(experiment(tmp_path / "none", "nothing", 1, 256))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="not the config"):
+        shape_of(tmp_path)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,6 +395,30 @@ def test_something_else_than_a_server_is_one_clear_error(fake_url: str) -> None:
 def test_two_runs_on_one_file_are_refused(tmp_path: Path) -> None:
     with ResultStore(tmp_path / "r.jsonl"), pytest.raises(InputError, match="another run"):
         ResultStore(tmp_path / "r.jsonl")
+
+
+def test_a_run_without_a_record_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    with ResultStore(path):
+        assert path.exists()
+    assert not path.exists()
+    with ResultStore(path):
+        path.unlink()
+        path.write_text("")  # of somebody else
+    with ResultStore(path):
+        pass
+    assert path.exists()
+    with ResultStore(path) as store:
+        store.append({"kind": "plan"})
+    assert path.exists()
+
+    def samples() -> Iterator[Sample]:
+        raise InputError("too short")
+        yield
+
+    with pytest.raises(InputError, match="too short"):
+        write_samples(tmp_path / "s", samples())
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
