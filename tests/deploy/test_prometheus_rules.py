@@ -251,8 +251,9 @@ def test_rules_and_dashboard_name_only_metrics_that_exist(metrics_url, deploy, l
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     exist = set(re.findall(r"^(blasst_\w+)", text, re.M))
-    # Only with --token-file and --follow.
-    exist |= {"blasst_token_files_ok", "blasst_followed_file_ok"}
+    # Only with --token-file, --follow, --vllm-metrics and --canary.
+    exist |= {"blasst_token_files_ok", "blasst_followed_file_ok", "blasst_upstream_up"}
+    exist |= {f"blasst_canary_{name}" for name in ("breached", "noisy", "probes_total")}
     for where, expression in expressions(deploy, load):
         plain = re.sub(r"\w+:blasst_\w+:\w+", "", expression)
         assert set(re.findall(r"\bblasst_\w+", plain)) <= exist, where
