@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from blasst.kernels.blackwell.config import ROWS, Config
+from blasst.kernels.blackwell.config import ROWS, TILES, Config
+from blasst.kernels.block_lists import group_lists
 from blasst.kernels.call import Call
-from blasst.kernels.cute.host import Inputs, choice_reasons, problem_choices
+from blasst.kernels.cute.host import Inputs, choice_reasons, geometry_reasons, problem_choices
 from blasst.kernels.types import Geometry, Problem
 
 DTYPES = ("bfloat16", "float16")
@@ -18,13 +20,20 @@ PAGE_UNIT = 16  # keys: the smallest window that a copy brings
 
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
     """The implementation "blackwell" of prefill_attention."""
-    return prefill(Inputs.of(call, out, counters))
+    lists = None if call.spec.block_mask is None else group_lists(call, TILES)
+    return prefill(replace(Inputs.of(call, out, counters), lists=lists))
 
 
 def prefill(inputs: Inputs, *, cross_p: bool = True) -> torch.Tensor:
     """Fills inputs.out, returns lse. cross_p: as in Config."""
-    config = Config(**inputs.choices(), cross_p=cross_p, trace=inputs.trace is not None)
+    config = config_for(**inputs.choices(), cross_p=cross_p, trace=inputs.trace is not None)
     return inputs.start(config_reasons(config), lambda: _compiled(config))
+
+
+def config_for(*, causal: bool, block_mask: bool, **choices: Any) -> Config:
+    """What is compiled; choices: fields of Config. The lists of a block mask say what causality
+    hides, so that one build serves both."""
+    return Config(causal=causal and not block_mask, block_mask=block_mask, **choices)
 
 
 def _compiled(config: Config) -> Any:
@@ -60,15 +69,10 @@ def order_reasons(config: Config) -> list[str]:
 
 def geometry_of(problem: Problem) -> Geometry:
     """The group that votes: one query tile."""
-    return Geometry(ROWS, Config(**problem_choices(problem)).tile_n)
+    return Geometry(ROWS, config_for(**problem_choices(problem)).tile_n)
 
 
 def problem_reasons(problem: Problem) -> list[str]:
     """Why there is no kernel for a problem, whatever the GPU; empty: there is one."""
-    reasons = config_reasons(Config(**problem_choices(problem)))
-    if problem.block_mask:
-        reasons.append("block masks are not in this kernel")
-    own = geometry_of(problem)
-    if problem.geometry not in (None, own):
-        reasons.append(f"it votes on {own}, not on {problem.geometry}")
-    return reasons
+    reasons = config_reasons(config_for(**problem_choices(problem)))
+    return reasons + geometry_reasons(problem, geometry_of(problem))

@@ -49,7 +49,12 @@ class Moved:
     def launch(self, kernel: Callable[..., Any]) -> None:
         for name, tensor in self.case.outputs.items():
             self.tensors[id(tensor)].copy_(self.case.before[name])
-        kernel(*(self.tensors.get(id(a), a) for a in self.case.arguments))
+        kernel(*(self._moved(a) for a in self.case.arguments))
+
+    def _moved(self, argument: Any) -> Any:
+        if isinstance(argument, tuple):  # lists of a block mask
+            return tuple(self._moved(part) for part in argument)
+        return self.tensors.get(id(argument), argument)
 
     def collect(self) -> str:
         """Digest of the outputs, which are in the case now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,14 @@ from blasst.kernels.verify.plans import missing
 from blasst.kernels.verify.subject import Workbench
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
+from blasst.kernels.verify.subjects.masks import MASKS
 
 VOTING = Config("bfloat16", 128, True, 0, True, True)
 MAGS = (14000, 10000, 7000, 4500, 2500, 1500, 1000)
 SKIP_RATES = (0.0, 0.51, 0.76, 0.89, 0.95)
 KEY_TILES = (1, 2, 5, 8)
 DIVERSE = 6  # seed of inputs whose skips differ between almost all mags
+MASKED_EDGES = ((256, 640), (130, 300), (5, 5), (0, 7), (257, 384))
 EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (3, 0), (1, 1), (129, 300), (255, 257))
 
 
@@ -75,10 +78,29 @@ def parts() -> list[Part]:
         found.append(Part(f"{buffered[0]} and {buffered[1]} quarters buffered", config, shapes, 8))
     for page in (48, 256):
         found.append(Part(f"pages of {page}", replace(VOTING, page_size=page), (edges,), 3))
-    return found
+    return found + masked_parts()
+
+
+def masked_parts() -> list[Part]:
+    """Block masks: every mask at a common lambda, at one that skips much, and at 0."""
+    every = tuple(
+        Shape(MASKED_EDGES, mask=mask, mag=mag) for mask in MASKS for mag in (None, 500.0, math.inf)
+    )
+    dense = tuple(Shape(MASKED_EDGES, mask=mask) for mask in MASKS)
+    paged = replace(MASKED, page_size=16, head_dim=64, dtype="float16", causal=False)
+    one = (Shape(((256, 640), (130, 300)), mask="blind rows", mag=500.0),)
+    return [
+        Part("masks", MASKED, every),
+        Part("masks, own P", replace(MASKED, cross_p=False), every),
+        Part("masks, dense", replace(MASKED, vote=False, count=False), dense),
+        Part("masks, not causal, head_dim 64, float16, pages of 16", paged, every),
+        Part("masks, pages of 128", replace(MASKED, page_size=128), dense, 2),
+        Part("schedules, masks", MASKED, one, 200),
+    ]
 
 
 DENSE = replace(VOTING, vote=False, count=False)
+MASKED = replace(VOTING, block_mask=True)
 
 
 @dataclass(frozen=True)

@@ -54,16 +54,25 @@ def compile_kernel(kernel: Any) -> Any:
 
 
 def _lists(tiles: tuple[int, int], tile_n: int, batch: Any, num_heads: Any) -> Lists:
-    count, rows = tiles
-    at = (batch, num_heads, cute.sym_int())
-    n_blocks = cute.sym_int()
-    shapes = (
-        (*at, 1 + 2 * count),
-        (*at, n_blocks),
-        (*at, n_blocks, count),
-        (cute.sym_int(), rows, tile_n // WORD),
-    )
-    return Lists(*(_fake(cutlass.Int32, shape) for shape in shapes))
+    """Row-major inside, any strides between requests, heads and thread blocks."""
+    (count, rows), words = tiles, tile_n // WORD
+    at, n_blocks = (batch, num_heads, cute.sym_int()), cute.sym_int()
+    inner = {"spans": (1 + 2 * count,), "blocks": (n_blocks,), "codes": (n_blocks, count)}
+    strides = {"spans": (1,), "blocks": (1,), "codes": (count, 1)}
+    lists = {
+        name: cute.runtime.make_fake_tensor(
+            cutlass.Int32,
+            (*at, *shape),
+            stride=(*(cute.sym_int64() for _ in at), *strides[name]),
+            assumed_align=4,
+        )
+        for name, shape in inner.items()
+    }
+    bits = cute.runtime.make_fake_tensor(
+        cutlass.Int32, (cute.sym_int(), rows, words), stride=(rows * words, words, 1),
+        assumed_align=16,
+    )  # fmt: skip
+    return Lists(**lists, bits=bits)
 
 
 def _fake(dtype: Any, shape: tuple[Any, ...], divisibility: int = 1) -> Any:

@@ -11,7 +11,7 @@ import torch
 from blasst.kernels.block_lists import GroupLists
 from blasst.kernels.call import Call
 from blasst.kernels.errors import UnsupportedError
-from blasst.kernels.types import LOG2_E, PagedKV, Problem, RaggedKV
+from blasst.kernels.types import LOG2_E, Geometry, PagedKV, Problem, RaggedKV
 
 COPY_BYTES = 16  # the copy engine's unit: addresses and strides are multiples of it
 
@@ -124,6 +124,14 @@ def choice_reasons(**allowed: tuple[Any, tuple[Any, ...]]) -> list[str]:
         for name, (value, choices) in allowed.items()
         if value not in choices
     ]
+
+
+def geometry_reasons(problem: Problem, own: Geometry) -> list[str]:
+    """Why a kernel of this geometry cannot run the problem; empty: it can."""
+    if problem.geometry in (None, own):
+        return []
+    what = "visits the lists of a block mask" if problem.block_mask else "votes"
+    return [f"it {what} on {own}, not on {problem.geometry}"]
 
 
 def layout_reasons(tensors: dict[str, torch.Tensor]) -> list[str]:

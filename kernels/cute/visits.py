@@ -92,12 +92,11 @@ class Visits:
 
     @cute.jit
     def words(self, code: Int32, row: Int32) -> cute.Tensor:
-        """What a row sees of a visited block: bit c of word w is key 32 w + c."""
+        """What a row sees of a block with bits: bit c of word w is key 32 w + c."""
         count = cute.size(self.bits, mode=[2])
         words = cute.make_rmem_tensor(count, Int32)
         for w in cutlass.range_constexpr(count):
-            # A negative code sees all, but its bits are not there.
-            words[w] = self.bits[cutlass.max(code, 0), row, w] | (code >> (WORD - 1))
+            words[w] = self.bits[code, row, w]
         return words
 
 

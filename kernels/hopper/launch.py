@@ -9,7 +9,7 @@ import torch
 
 from blasst.kernels.block_lists import group_lists
 from blasst.kernels.call import Call
-from blasst.kernels.cute.host import Inputs, choice_reasons, problem_choices
+from blasst.kernels.cute.host import Inputs, choice_reasons, geometry_reasons, problem_choices
 from blasst.kernels.hopper.config import ROWS, TUNED, Config
 from blasst.kernels.types import Geometry, PagedKV, Problem, RaggedKV
 
@@ -107,11 +107,7 @@ def geometry_of(problem: Problem) -> Geometry:
 def problem_reasons(problem: Problem) -> list[str]:
     """Why there is no kernel for a problem, whatever the GPU; empty: there is one."""
     reasons = config_reasons(problem_config(problem))
-    own = geometry_of(problem)
-    if problem.geometry not in (None, own):
-        what = "visits the lists of a block mask" if problem.block_mask else "votes"
-        reasons.append(f"it {what} on {own}, not on {problem.geometry}")
-    return reasons
+    return reasons + geometry_reasons(problem, geometry_of(problem))
 
 
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:

@@ -255,7 +255,11 @@ def test_gpu_kernels_run_where_they_are_built_for(capability: tuple[int, int]) -
         ({"head_dim": 96}, "blackwell", "head_dim 96 is not one of 64, 128"),
         ({"dtype": "float32"}, "blackwell", "dtype float32 is not one of bfloat16, float16"),
         ({"geometry": Geometry(64, 128)}, "blackwell", "votes on 128 x 128, not on 64 x 128"),
-        ({"block_mask": True}, "blackwell", "block masks are not in this kernel"),
+        (
+            {"block_mask": True, "geometry": Geometry(256, 128)},
+            "blackwell",
+            "visits the lists of a block mask on 128 x 128, not on 256 x 128",
+        ),
         ({"head_dim": 96}, "triton", "head_dim 96 is not one of 64, 128"),
         ({"dtype": "float32"}, "triton", "dtype float32 is not one of bfloat16, float16"),
         ({"geometry": Geometry(8, 64)}, "triton", "tile_m 8 is not one of 16, 32, 64, 128"),
