@@ -60,6 +60,11 @@ CANDIDATES = (
     Candidate(128, 64, Config(8, 4, True)),
     Candidate(128, 64, Config(8, 2, True, 128)),
     Candidate(128, 64, Config(4, 2, True)),
+    Candidate(128, 64, Config(4, 3, True)),
+    Candidate(128, 64, Config(4, 2, False)),
+    Candidate(128, 64, Config(4, 3, False)),
+    Candidate(128, 32, Config(4, 3, True)),
+    Candidate(128, 32, Config(4, 3, False)),
     Candidate(64, 128, Config(4, 2, False)),
     Candidate(64, 128, Config(4, 3, True)),
     Candidate(64, 64, Config(4, 2, True)),
@@ -69,6 +74,8 @@ CANDIDATES = (
     Candidate(128, 128, Config(8, 5, True), paged=True),
     Candidate(128, 64, Config(8, 3, True), paged=True),
     Candidate(128, 64, Config(8, 5, True), paged=True),
+    Candidate(128, 64, Config(4, 3, True), paged=True),
+    Candidate(128, 64, Config(4, 3, False), paged=True),
     Candidate(64, 64, Config(4, 5, True), paged=True),
 )
 
@@ -187,16 +194,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", help="file for the rows")
+    parser.add_argument("--only", default="", metavar="TEXT", help="candidates whose name has it")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a GPU, and torch finds none here")
+    chosen = [c for c in CANDIDATES if options.only in str(c)]
+    if not chosen:
+        parser.error(f"--only {options.only!r}: no candidate has it; they are {CANDIDATES[0]}, ...")
     begin = time.perf_counter()
     with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        reasons = list(pool.map(compile_candidate, CANDIDATES))
-    for candidate, reason in zip(CANDIDATES, reasons, strict=True):
+        reasons = list(pool.map(compile_candidate, chosen))
+    for candidate, reason in zip(chosen, reasons, strict=True):
         if reason:
             print(f"{candidate}: cannot run: {reason[:200]}", flush=True)
-    able = [c for c, reason in zip(CANDIDATES, reasons, strict=True) if not reason]
+    able = [c for c, reason in zip(chosen, reasons, strict=True) if not reason]
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for rate in RATES:
@@ -217,7 +228,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "tokens": options.tokens,
-            "unable": {str(c): r for c, r in zip(CANDIDATES, reasons, strict=True) if r},
+            "unable": {str(c): r for c, r in zip(chosen, reasons, strict=True) if r},
             "candidates": {str(c): asdict(c) for c in able},
             "rows": rows,
         }
