@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,38 @@ MEMORY_SHARE = 0.42
 """Of the GPU, for each of two engines with large models."""
 
 
+LEAST_SHARE = 0.05
+"""Of the GPU, which must be free at the start of an engine whose cache has a named size."""
+
+LARGE = 16
+"""Layers of the Llama-3.1-8B width that take a CPU minutes to make and hours to run."""
+
+
+def too_large_for_cpu(layers: int) -> str | None:
+    """Why a model of that width and so many layers is not for this machine; None: it is."""
+    if layers < LARGE or not on_cpu():
+        return None
+    return (
+        f"{layers} layers of the Llama-3.1-8B width need a GPU, and vLLM sees none here; "
+        "give a small model, or run it where nvidia-smi lists one"
+    )
+
+
 def on_cpu() -> bool:
     """Whether vLLM runs on the CPU here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+WAIT_S = 300
+
+
+def wait_for(path: Path | None) -> None:
+    """Until this file exists, at most WAIT_S: who shares the machine has ended its work then."""
+    end = time.monotonic() + WAIT_S
+    while path is not None and not path.exists() and time.monotonic() < end:
+        time.sleep(0.2)
 
 
 def stock_backend() -> str:
@@ -67,6 +95,42 @@ def write_llama(folder: Path, dtype: str, **changes: Any) -> Path:
     return folder
 
 
+LORA_RANK = 8
+
+
+def write_lora(folder: Path, model: Path) -> None:
+    """A random adapter of q and v for a Llama; large enough to change its answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    dim = config.get("head_dim", hidden // heads)
+    rows = {"q_proj": heads * dim, "v_proj": config["num_key_value_heads"] * dim}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, out in rows.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("A", (LORA_RANK, hidden)), ("B", (out, LORA_RANK))):
+                noise = torch.randn(shape, generator=generator)
+                tensors[f"{at}.lora_{part}.weight"] = 0.05 * noise
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": LORA_RANK,
+                "lora_alpha": LORA_RANK,
+                "target_modules": list(rows),
+                "bias": "none",
+            }
+        )
+    )
+
+
 def make_engine(
     model: str | Path,
     backend: str,
@@ -74,20 +138,25 @@ def make_engine(
     *,
     dummy: bool = False,
     memory_share: float = MEMORY_SHARE,
+    kv_bytes: int | None = None,
     **options: Any,
 ) -> Any:
-    """vLLM's LLM without prefix caching. dummy: random weights; memory_share: of each GPU."""
+    """vLLM's LLM, without prefix caching unless `options` ask for it. dummy: random weights.
+
+    memory_share: of each GPU. kv_bytes: of each rank's cache; then nothing is measured at the
+    start, which processes that share a GPU would disturb.
+    """
     from vllm import LLM
 
-    given: dict[str, Any] = {**GRAPHS[graphs], **options}
+    given: dict[str, Any] = {**GRAPHS[graphs], "enable_prefix_caching": False, **options}
     if not on_cpu():
-        given["gpu_memory_utilization"] = memory_share
+        given["gpu_memory_utilization"] = memory_share if kv_bytes is None else LEAST_SHARE
+        given["kv_cache_memory_bytes"] = kv_bytes
     if dummy:
         given["load_format"] = "dummy"
     return LLM(
         str(model),
         skip_tokenizer_init=True,
-        enable_prefix_caching=False,
         disable_log_stats=True,
         attention_backend=backend,
         **given,

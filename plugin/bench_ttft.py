@@ -2,7 +2,7 @@
 
     python -P -m blasst.plugin.bench_ttft --lengths 16384,65536 --out FOLDER
 Two engines of one process take turns, on dummy weights of a Llama-3.1-8B shape; `dial` shapes their
-keys. Writes ttft.json after every length and ttft.md at the end.
+keys. Writes ttft.json, ttft.md and ttft.svg after every size.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from blasst.plugin.bench_engines import (
     STATS_INTERVAL_S,
     make_engine,
     stock_backend,
+    too_large_for_cpu,
+    wait_for,
     write_llama,
 )
+from blasst.plugin.bench_plot import svg
 
 REHEARSAL = 8
 """Fewer layers than these are narrow ones, for a machine without a GPU."""
@@ -49,7 +52,8 @@ class Contender:
 
 @dataclass
 class Cell:
-    """One line of the table. ttft_s: of the last of `batch` prompts; medians over the rounds."""
+    """One line of the table. ttft_s: of the last of `batch` prompts; medians over the rounds.
+    mean_ttft_s: of all of the batch, whose prompts came at once."""
 
     tokens: int
     batch: int
@@ -58,6 +62,17 @@ class Cell:
     over_stock: float
     skip_rate: float | None
     times_s: list[float]
+    mean_ttft_s: float
+    mean_over_stock: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """So many prompts of so many tokens at once, in so many timed rounds."""
+
+    tokens: int
+    batch: int
+    rounds: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--lengths", default="4096,16384,65536", help="prompt tokens, comma separated")
     add("--batches", default="1", help="prompts at once, comma separated")
     add("--rates", default="0,0.5,0.75,0.85,0.95", help="skip rates to dial")
-    add("--rounds", type=int, default=3, help="timed rounds (default: 3), after one to warm up")
+    add("--rounds", type=int, default=3, help="timed rounds (default: 3)")
+    add(
+        "--more",
+        default="",
+        metavar="TOKENS:BATCH:ROUNDS",
+        help="further sizes, comma separated, after the others",
+    )
     add("--block-size", type=int, default=None, help="tokens of a cache page (default: vLLM's)")
     add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
     add("--layers", type=int, default=32)
@@ -77,8 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", default="bfloat16")
     add("--budget-s", type=float, default=1e9, help="begin no round after this many seconds")
     add("--no-dense", action="store_true", help="leave out our kernel without a vote")
+    add("--wait-for", type=Path, help="once ready, begin when this file exists (at most 300 s)")
     add("--out", type=Path, required=True, help="folder for ttft.json and ttft.md")
     args = parser.parse_args(argv)
+    try:
+        args.sizes = sizes(args)
+    except ValueError as e:
+        parser.error(f"--lengths, --batches or --more: {e}")
+    reason = too_large_for_cpu(args.layers)
+    if reason is not None:
+        parser.error(reason)
     os.environ.update(ENVIRONMENT)
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="blasst-ttft-") as folder:
@@ -94,10 +123,10 @@ def _run(args: argparse.Namespace, folder: Path) -> None:
     from blasst.plugin.dial import Dial
 
     started = time.monotonic()
-    lengths = [int(x) for x in args.lengths.split(",")]
+    lengths = [size.tokens for size in args.sizes]
     heads = tuple(int(x) for x in args.heads.split(","))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engines = _engines(args, folder, lengths)
+    engines = _engines(args, folder)
     report: dict[str, Any] = {
         "where": _where(args),
         "start_s": time.monotonic() - started,
@@ -111,18 +140,45 @@ def _run(args: argparse.Namespace, folder: Path) -> None:
     def late() -> bool:
         return bool(time.monotonic() - started > args.budget_s)
 
-    sizes = [(n, int(b)) for n in lengths for b in args.batches.split(",")]
     with dial.installed():
-        for tokens, batch in sizes:
+        _warm_up(args, engines, dial, geometry, folder)
+        wait_for(args.wait_for)
+        started = time.monotonic()
+        for size in args.sizes:
             if late():
-                report["not_run"] = [*report.get("not_run", []), [tokens, batch]]
+                report["not_run"] = [*report.get("not_run", []), asdict(size)]
             else:
-                run = _Runner(engines, dial, geometry, folder / "stats", tokens, batch)
-                cells += run.cells(args, late)
+                run = _Runner(engines, dial, geometry, folder / "stats", size)
+                cells += run.cells(contenders(args), late)
             report["cells"] = [asdict(c) for c in cells]
             (args.out / "ttft.json").write_text(json.dumps(report, indent=1))
             (args.out / "ttft.md").write_text(markdown(cells, report["where"]))
+            (args.out / "ttft.svg").write_text(svg(cells))
     print(markdown(cells, report["where"]), flush=True)
+
+
+def sizes(args: argparse.Namespace) -> list[Size]:
+    """What is timed, in order. Raises ValueError."""
+    found = [
+        Size(int(n), int(b), args.rounds)
+        for n in args.lengths.split(",")
+        for b in args.batches.split(",")
+    ]
+    for entry in filter(None, args.more.split(",")):
+        numbers = [int(x) for x in entry.split(":")]
+        if len(numbers) != 3:
+            raise ValueError(f"{entry} is not TOKENS:BATCH:ROUNDS")
+        found.append(Size(*numbers))
+    if min(min(asdict(s).values()) for s in found) < 1:
+        raise ValueError("every number must be 1 or more")
+    return found
+
+
+def _warm_up(args: Any, engines: Any, dial: Any, geometry: Any, folder: Path) -> None:
+    """Each kernel and every size of a step once, that no timed round is the first."""
+    longest = min(args.chunk, max(size.tokens for size in args.sizes))
+    size = Size(longest, 2, 1)
+    _Runner(engines, dial, geometry, folder / "stats", size).cells(contenders(args), bool)
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
@@ -135,59 +191,73 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
 
 
 class _Runner:
-    """One length and batch size."""
+    """One size."""
 
     def __init__(
-        self, engines: dict[str, Any], dial: Any, geometry: Any, stats: Path, *size: int
+        self, engines: dict[str, Any], dial: Any, geometry: Any, stats: Path, size: Size
     ) -> None:
         self.engines, self.dial, self.geometry, self.stats = engines, dial, geometry, stats
-        self.tokens, self.batch = size
+        self.size = size
 
-    def cells(self, args: argparse.Namespace, late: Callable[[], bool]) -> list[Cell]:
-        everyone = contenders(args)
-        times: dict[str, list[float]] = {c.name: [] for c in everyone}
+    def cells(self, everyone: Sequence[Contender], late: Callable[[], bool]) -> list[Cell]:
+        tokens, batch = self.size.tokens, self.size.batch
+        times: dict[str, list[list[float]]] = {c.name: [] for c in everyone}
         skips: dict[str, float | None] = {}
-        for i in range(args.rounds + 1):
-            if i > 1 and late():
+        for i in range(self.size.rounds):
+            if i and late():
                 break
             # Another order each round: who comes after whom matters to a chip at its power limit.
-            for c in random.Random(i).sample(everyone, len(everyone)):
-                self.dial.turn(c.rate, self.tokens, self.geometry)
+            for c in random.Random(i).sample(list(everyone), len(everyone)):
+                self.dial.turn(c.rate, tokens, self.geometry)
                 before = self._tiles() if not i and c.vote else None
-                seconds = self._time(c)
+                times[c.name].append(self._time(c))
                 if before is not None:
                     visited, skipped = (a - b for a, b in zip(self._tiles(), before, strict=True))
                     skips[c.name] = skipped / visited if visited else None
-                if i:
-                    times[c.name].append(seconds)
-                print(f"{self.tokens} x {self.batch} {c.name}: {seconds:.4f} s", flush=True)
-        stock = statistics.median(times["stock"])
+                print(f"{tokens} x {batch} {c.name}: {times[c.name][-1][-1]:.4f} s", flush=True)
+        last = {n: statistics.median(max(r) for r in rounds) for n, rounds in times.items()}
+        mean = {n: statistics.median(map(statistics.mean, rounds)) for n, rounds in times.items()}
         return [
             Cell(
-                self.tokens,
-                self.batch,
-                c.name,
-                statistics.median(times[c.name]),
-                statistics.median(times[c.name]) / stock,
-                skips.get(c.name),
-                times[c.name],
+                tokens,
+                batch,
+                n,
+                last[n],
+                last[n] / last["stock"],
+                skips.get(n),
+                [max(r) for r in rounds],
+                mean[n],
+                mean[n] / mean["stock"],
             )
-            for c in everyone
+            for n, rounds in times.items()
         ]
 
-    def _time(self, contender: Contender) -> float:
+    def _time(self, contender: Contender) -> list[float]:
+        """Seconds to the only token of each prompt, from the moment that all were sent."""
         from vllm import SamplingParams
 
-        from blasst.plugin.dial import DIALLED_LAMBDA
+        from blasst.plugin.dial import DIALLED_LAMBDA, replaced
 
         extra = {"blasst_lambda": DIALLED_LAMBDA} if contender.vote else None
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=extra)
-        prompt = {"prompt_token_ids": [17] * self.tokens}
+        prompt = {"prompt_token_ids": [17] * self.size.tokens}
         engine = self.engines[contender.engine]
-        with _without_vote() if contender.dense else nullcontext():
+        step: Callable[[], Any] = engine.llm_engine.step
+        ends: list[float] = []
+
+        def timed() -> Any:
+            outputs = step()
+            now = time.perf_counter()
+            ends.extend(now - started for o in outputs if o.finished)
+            return outputs
+
+        with (
+            _without_vote() if contender.dense else nullcontext(),
+            replaced(engine.llm_engine, step=timed),
+        ):
             started = time.perf_counter()
-            engine.generate([prompt] * self.batch, params, use_tqdm=False)
-            return time.perf_counter() - started
+            engine.generate([prompt] * self.size.batch, params, use_tqdm=False)
+        return ends
 
     def _tiles(self) -> tuple[int, int]:
         time.sleep(4 * STATS_INTERVAL_S)
@@ -209,8 +279,9 @@ def _without_vote() -> AbstractContextManager[None]:
     return replaced(Plan, run=dense)
 
 
-def _engines(args: argparse.Namespace, folder: Path, lengths: Sequence[int]) -> dict[str, Any]:
+def _engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     heads = [int(x) for x in args.heads.split(",")]
+    cached = max(size.tokens * size.batch for size in args.sizes) + 4096
     changes: dict[str, Any] = {
         "num_hidden_layers": args.layers,
         "num_attention_heads": heads[0],
@@ -229,7 +300,8 @@ def _engines(args: argparse.Namespace, folder: Path, lengths: Sequence[int]) -> 
             "eager",
             dummy=True,
             dtype=args.dtype,
-            max_model_len=max(lengths) + 1,
+            kv_bytes=4 * cached * args.layers * heads[1] * heads[2],
+            max_model_len=max(size.tokens for size in args.sizes) + 1,
             max_num_batched_tokens=args.chunk,
             max_num_seqs=16,
             **options,
@@ -243,7 +315,7 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     import vllm
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    shown = {k: v for k, v in vars(args).items() if k != "out"}
+    shown = {k: v for k, v in vars(args).items() if k not in ("out", "sizes", "wait_for")}
     return {"gpu": gpu, "torch": torch.__version__, "vllm": vllm.__version__, **shown}
 
 
@@ -253,14 +325,16 @@ def markdown(cells: Sequence[Cell], where: dict[str, Any]) -> str:
         f"{where['gpu']}, vLLM {where['vllm']}, torch {where['torch']}, chunks of "
         f"{where['chunk']} tokens, pages of {where['block_size'] or 'the default size'}",
         "",
-        "| prompt | at once | contender | skipped | TTFT, ms | over stock | rounds |",
-        "|--:|--:|---|--:|--:|--:|--:|",
+        "| prompt | at once | contender | skipped | TTFT, ms | over stock | mean TTFT, ms | "
+        "over stock | rounds |",
+        "|--:|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for c in cells:
         skipped = "" if c.skip_rate is None else f"{c.skip_rate:.1%}"
+        mean = f"{1e3 * c.mean_ttft_s:.1f} | {c.mean_over_stock:.3f}" if c.batch > 1 else "|"
         lines.append(
             f"| {c.tokens} | {c.batch} | {c.contender} | {skipped} | {1e3 * c.ttft_s:.1f} | "
-            f"{c.over_stock:.3f} | {len(c.times_s)} |"
+            f"{c.over_stock:.3f} | {mean} | {len(c.times_s)} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -27,9 +27,11 @@ from blasst.kernels.exchange.layout import RANK
 from blasst.kernels.exchange.stats import iter_stats
 from blasst.plugin.bench_engines import (
     ENVIRONMENT,
+    LORA_RANK,
     STATS_INTERVAL_S,
     make_engine,
     stock_backend,
+    write_lora,
 )
 from blasst.plugin.dial import replaced
 
@@ -45,8 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--long", type=Path, required=True, help="prompts whose skip rate is measured")
     add("--mags", default="14000,10000,7000,4500,2500,1500,1000")
     add("--graphs", default="decode", help="eager, decode or default; comma separated: all of them")
-    add("--steps", default="tokens,counts,skips,waits", help="which steps, in this order")
-    add("--tp", type=int, default=1, help="GPUs of our engine (default: 1); step ranks needs two")
+    add(
+        "--steps",
+        default="tokens,counts,skips,waits",
+        help="which steps, in this order; also prefix (with prefix caching in --options)",
+    )
+    add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: vLLM's choice)")
+    add("--options", type=json.loads, default={}, metavar="JSON", help="of both engines")
+    add("--lora", action="store_true", help="every request uses a random LoRA adapter")
+    add("--kv-gib", type=float, default=4, help="cache of each engine (default: 4)")
     add("--dtype", default="bfloat16")
     add("--max-tokens", type=int, default=8, help="of an answer (default: 8)")
     add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
@@ -56,23 +65,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not needed.is_file():
             parser.error(f"{needed} does not exist; docs/gpu.md says how prompts are made")
     os.environ.update(ENVIRONMENT)
+    if args.runner is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(args.runner == "v2"))
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="blasst-check-") as folder:
         os.environ["VLLM_BLASST_STATE_DIR"] = folder
-        held = _Check(args, Path(folder) / "stats").run()
+        if args.lora:
+            write_lora(Path(folder) / "lora", Path(args.model))
+        held = _Check(args, Path(folder)).run()
     return 0 if held else 1
 
-
-MEMORY_SHARE = 0.25
-"""Of the GPU, for each of three engines with small models."""
 
 ANSWER_TOKENS = 24
 """Enough for a number of RULER's behind a few words."""
 
 
 class _Check:
-    def __init__(self, args: argparse.Namespace, stats: Path) -> None:
-        self.args, self.stats = args, stats
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.stats, self.adapter = args, folder / "stats", folder / "lora"
         self.short = [line["prompt"] for line in _lines(args.short)]
         self.long = [line["prompt"] for line in _lines(args.long)]
         self.gold = [line.get("gold", []) for line in _lines(args.long)]
@@ -83,14 +93,9 @@ class _Check:
         for graphs in self.args.graphs.split(","):
             engines = {
                 "stock": self.engine(stock_backend(), graphs),
-                "ours": self.engine(
-                    "blasst",
-                    graphs,
-                    tensor_parallel_size=self.args.tp,
-                    # vLLM's own reduction among GPUs wants links that not every host has.
-                    disable_custom_all_reduce=self.args.tp > 1,
-                ),
+                "ours": self.engine("blasst", graphs),
             }
+            self.result["runner"] = type(_runner(engines["ours"])).__module__
             for name in self.args.steps.split(","):
                 self.step(f"{name}, {graphs}", partial(getattr(self, name), engines))
             del engines
@@ -121,6 +126,11 @@ class _Check:
         differ = {
             name: sum(a != b for a, b in zip(stock, run, strict=True)) for name, run in runs.items()
         }
+        if self.args.lora:
+            self.args.lora = False
+            plain = self.answers(engines["stock"], self.short)
+            self.args.lora = True
+            differ["without the adapter"] = sum(a != b for a, b in zip(stock, plain, strict=True))
         visited, skipped = self.tiles()
         alone = min(40, len(self.short))
         asked: dict[str, dict[str, Any]] = {"no threshold": {}, "lambda 0": {"blasst_lambda": 0}}
@@ -202,34 +212,24 @@ class _Check:
             )
         return {"held": calls["split"] > 0 and calls["forward"] > 0, **calls}
 
-    def ranks(self, engines: dict[str, Any]) -> dict[str, Any]:
-        """100 requests with a threshold each: every rank follows, and they add up to one GPU's."""
-        mags = [1000 + 37 * i for i in range(100)]
-        prompts = (self.short * 100)[:100]
-        single = self.engine("blasst", "eager")
-        found: dict[str, Any] = {}
-        for name, engine in (("one", single), ("all", engines["ours"])):
-            before, tokens = self.tiles(), self._vote_tokens()
-            given = [{"prompt_token_ids": p} for p in prompts]
-            params = [self.params(self.args.max_tokens, blasst_mag=m) for m in mags]
-            answers = engine.generate(given, params, use_tqdm=False)
-            found[f"{name}: answers"] = [list(a.outputs[0].token_ids) for a in answers]
-            found[f"{name}: tiles"] = [a - b for a, b in zip(self.tiles(), before, strict=True)]
-            counted = {k: v - tokens.get(k, 0) for k, v in self._vote_tokens().items()}
-            found[f"{name}: tokens"] = sorted(v for v in counted.values() if v)
-        differ = sum(
-            a != b
-            for a, b in zip(found.pop("one: answers"), found.pop("all: answers"), strict=True)
-        )
-        total = sum(map(len, prompts))
-        one, every = found["one: tiles"], found["all: tiles"]
-        held = found["one: tokens"] == [total] and found["all: tokens"] == [total] * self.args.tp
-        held = held and one[0] == every[0] and abs(one[1] - every[1]) <= 0.01 * one[1]
-        return {"held": held and one[1] > 0, "answers that differ": differ, **found}
-
-    def _vote_tokens(self) -> dict[str, int]:
-        pages = iter_stats(self.stats, RANK)
-        return {page.name: int(page.scalar("prefill_tokens_vote")) for page in pages}
+    def prefix(self, engines: dict[str, Any]) -> dict[str, Any]:
+        """Prompts sent again find their own prefix, and never one of another threshold."""
+        prompts = self.short[:40]
+        wanted = self.answers(engines["stock"], prompts)
+        mags = [None, None, 2500, 2500, 1500, None]
+        runs = [
+            self.finished(engines["ours"], prompts, **({} if m is None else {"blasst_mag": m}))
+            for m in mags
+        ]
+        cached = [sum(r.num_cached_tokens or 0 for r in run) for run in runs]
+        differ = [
+            sum(list(r.outputs[0].token_ids) != w for r, w in zip(run, wanted, strict=True))
+            for run in runs
+        ]
+        # The tokens step may have sent the same prompts without a threshold before.
+        hits = [c > 0 for c in cached[1:]] == [True, False, True, False, True]
+        held = hits and differ[1] == differ[5] == 0
+        return {"held": held, "mags": mags, "cached tokens": cached, "differ from stock": differ}
 
     def params(self, max_tokens: int, **extra: Any) -> Any:
         from vllm import SamplingParams
@@ -241,11 +241,22 @@ class _Check:
     def answers(
         self, engine: Any, prompts: Sequence[list[int]], max_tokens: int = 0, **extra: Any
     ) -> list[list[int]]:
+        found = self.finished(engine, prompts, max_tokens, **extra)
+        return [list(r.outputs[0].token_ids) for r in found]
+
+    def finished(
+        self, engine: Any, prompts: Sequence[list[int]], max_tokens: int = 0, **extra: Any
+    ) -> list[Any]:
+        """vLLM's outputs."""
         params = self.params(max_tokens or self.args.max_tokens, **extra)
         given = [{"prompt_token_ids": p} for p in prompts]
-        return [
-            list(r.outputs[0].token_ids) for r in engine.generate(given, params, use_tqdm=False)
-        ]
+        lora = None
+        if self.args.lora:
+            from vllm.lora.request import LoRARequest
+
+            lora = LoRARequest("random", 1, str(self.adapter))
+        outputs: list[Any] = engine.generate(given, params, use_tqdm=False, lora_request=lora)
+        return outputs
 
     def layers(self) -> list[list[int]]:
         """[visited, skipped] of each layer, once the page has caught up."""
@@ -264,12 +275,15 @@ class _Check:
         rows = self.layers()
         return sum(r[0] for r in rows), sum(r[1] for r in rows)
 
-    def engine(self, backend: str, graphs: str, **options: Any) -> Any:
+    def engine(self, backend: str, graphs: str) -> Any:
+        options: dict[str, Any] = dict(self.args.options)
+        if self.args.lora:
+            options |= {"enable_lora": True, "max_lora_rank": LORA_RANK}
         return make_engine(
             self.args.model,
             backend,
             graphs,
-            memory_share=MEMORY_SHARE,
+            kv_bytes=int(self.args.kv_gib * (1 << 30)),
             dtype=self.args.dtype,
             max_model_len=max(map(len, self.long + self.short)) + 64,
             max_num_batched_tokens=self.args.chunk,
@@ -351,6 +365,12 @@ def _no_waits(calls: dict[str, int]) -> Iterator[None]:
         replaced(VotingImpl, forward=strict("forward", VotingImpl.forward)),
     ):
         yield
+
+
+def _runner(engine: Any) -> Any:
+    """vLLM's model runner of an engine in this process."""
+    worker = engine.llm_engine.model_executor.driver_worker
+    return getattr(worker, "worker", worker).model_runner
 
 
 def _rate(rows: Sequence[Sequence[int]]) -> float | None:
