@@ -92,7 +92,7 @@ from dataclasses import replace
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from blasst.kernels.hopper import consume
+from blasst.kernels.hopper import consume, prefill
 from blasst.kernels.hopper.compile import compile_prefill
 from blasst.kernels.hopper.launch import config_for
 
@@ -104,9 +104,16 @@ def no_vote(self, largest: cute.Tensor, n: Int32) -> Boolean:
     return n * self.config.tile_n < self.tile.seqlen_k
 
 
-if mode == "source without a vote":
-    del consume.any_thread, consume.Softmax.vetoes
+@cute.jit
+def mask(self, n: Int32, words: None) -> None:
+    if n >= self.tile.n_full:
+        self.hide_beyond(n)
+
+
+if mode == "source without a vote or a mask":
+    del consume.any_thread, consume.Softmax.vetoes, prefill.visits_at, prefill.Seen
     consume.Consumer.vote = no_vote
+    consume.Consumer.mask = mask
 vote = mode == "vote"
 config = config_for("bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote)
 compile_prefill(replace(config, cluster=cluster))
@@ -145,9 +152,9 @@ def check_build(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_vote_the_build_is_that_of_a_source_without_one(tmp_path: Path) -> None:
+def test_without_an_option_the_build_is_that_of_a_source_without_it(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
-    modes = ("vote", "dense", "source without a vote")
+    modes = ("vote", "dense", "source without a vote or a mask")
     vote, dense, without = (sass(tmp_path / mode, mode, 0, 1) for mode in modes)
     check_build(vote)
     check_build(dense)
