@@ -144,6 +144,7 @@ def _add_control(
 
     @app.get(path, tags=["control"], summary="The threshold and who has taken it over")
     def get_threshold(response: Response) -> models.ThresholdState:
+        """What new requests get, as written; `front_ends` says who has read it."""
         try:
             state = control.read()
         except DesiredStateError as e:
@@ -190,10 +191,12 @@ def _add_evidence(
 
     @app.get("/v1/blasst/status", tags=["evidence"], summary="Counters, classes, convergence")
     def get_status() -> models.Status:
+        """All that the status page shows. Never an error for a bad state file: `error` says it."""
         return observe.status(control, cache, canary)
 
     @app.get("/v1/blasst/presets", tags=["evidence"], summary="Presets, and which of them fit")
     def get_presets() -> models.PresetList:
+        """A preset turns a target skip rate into a scale, for one model, kernel and tile size."""
         found = presets.find(settings.presets_folder, presets.Running.of(cache.pages()))
         return models.PresetList(presets=[observe.preset_view(f) for f in found])
 
@@ -215,10 +218,12 @@ def _add_evidence(
 def _add_health(app: FastAPI, settings: Settings, control: ControlService) -> None:
     @app.get("/healthz", tags=["health"], summary="The process answers")
     def healthz() -> models.Health:
+        """For a liveness probe; it looks at nothing."""
         return models.Health()
 
     @app.get("/readyz", tags=["health"], summary="The state folder and file are usable")
     def readyz() -> models.Health:
+        """For a readiness probe; it writes and removes a small file."""
         try:
             control.read()
             probe_writable(settings.state_dir)
@@ -242,6 +247,7 @@ def _add_metrics(app: FastAPI, page: MetricsPage, upstream: Upstream | None) -> 
         response_class=PlainTextResponse,
     )
     def metrics() -> Response:
+        """Made at most twice a second. docs/api.md lists every name, label and unit."""
         # vLLM's part first: whether it answered is on our own.
         foreign = b"" if upstream is None else upstream.text()
         return Response(page.text() + foreign, media_type=CONTENT_TYPE_PLAIN_0_0_4)

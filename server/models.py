@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
 class ThresholdValue(BaseModel):
     """A threshold in the unit it was given in."""
 
     unit: str = Field(description="mag, lambda or scale")
-    value: float
+    value: float = Field(
+        description="in its unit: MAG; lambda, natural base; lambda times prompt tokens"
+    )
 
 
 class StepValue(BaseModel):
@@ -20,54 +20,26 @@ class StepValue(BaseModel):
     up_to: int | None = Field(
         description="longest prompt of this step, in tokens; null: all longer ones"
     )
-    threshold: ThresholdValue | None
+    threshold: ThresholdValue | None = Field(description="null: dense")
 
 
 class FrontEndView(BaseModel):
     """One vLLM API server process, and how far it has followed."""
 
-    name: str
-    pid: int | None
-    model_name: str
+    name: str = Field(description="its statistics page, front-PID")
+    pid: int | None = Field(description="process id, in its own container")
+    model_name: str = Field(description="the first served name")
     alive: bool = Field(description="false: the process is gone; its counters remain")
     generation_read: int = Field(description="generation that new requests get")
     generation_stamped: int = Field(description="generation of the last request it admitted")
     age_s: float = Field(description="seconds since it last wrote its statistics page")
 
 
-STATE_EXAMPLE: dict[str, Any] = {
-    "generation": 3,
-    "threshold": {"unit": "mag", "value": 2500.0},
-    "mag": 2500.0,
-    "lambda": 0.1767766952966369,
-    "schedule": None,
-    "min_context": 16384,
-    "updated_at": "2026-11-30T07:30:00.000+00:00",
-    "updated_by": "127.0.0.1",
-    "reason": "chosen from last week's sweep",
-    "origin": "",
-    "converged": True,
-    "front_ends": [
-        {
-            "name": "front-4242",
-            "pid": 4242,
-            "model_name": "smollm2",
-            "alive": True,
-            "generation_read": 3,
-            "generation_stamped": 3,
-            "age_s": 0.4,
-        }
-    ],
-}
-
-
 class ThresholdState(BaseModel):
     """The deployment's threshold and who has taken it over. threshold and schedule null = dense."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [STATE_EXAMPLE]})
-
     generation: int = Field(description="rises by at least 1 with every change; 0 = never set")
-    threshold: ThresholdValue | None
+    threshold: ThresholdValue | None = Field(description="as it was given; null: dense")
     mag: float | None = Field(description="null for dense, for lambda 0 and for a scale")
     skip_lambda: float | None = Field(
         alias="lambda", description="null for dense and for a scale (it depends on the prompt)"
@@ -77,71 +49,75 @@ class ThresholdState(BaseModel):
     )
     min_context: int | None = Field(description="prompt tokens; null: the engine's own setting")
     updated_at: str = Field(description="RFC 3339, UTC; empty before the first change")
-    updated_by: str
-    reason: str
+    updated_by: str = Field(
+        description="address of the caller and its token's scope, or the file, command or canary"
+    )
+    reason: str = Field(description="free text that was given with it")
     origin: str = Field(
         description="preset and target skip rate that the threshold came from; else empty"
     )
     converged: bool = Field(
         description="every live front end has read this generation, and there is at least one"
     )
-    front_ends: list[FrontEndView]
+    front_ends: list[FrontEndView] = Field(description="of this engine, gone ones included")
 
 
 class LayerTiles(BaseModel):
     """P.V tiles of one layer, one number a kv head (in the order of kv_heads)."""
 
-    layer: int
-    visited: list[int]
-    skipped: list[int]
+    layer: int = Field(description="number in the whole model")
+    visited: list[int] = Field(description="tiles, one number a kv head")
+    skipped: list[int] = Field(description="tiles, one number a kv head")
 
 
 class TileTable(BaseModel):
     """skip rate = skipped / visited."""
 
-    kv_heads: list[int]
-    layers: list[LayerTiles]
+    kv_heads: list[int] = Field(description="numbers in the whole model")
+    layers: list[LayerTiles] = Field(description="in the model's order")
 
 
 class RankView(BaseModel):
     """One worker rank."""
 
-    engine: str
-    rank: str
-    model_name: str
-    impl: str
+    engine: str = Field(description="data-parallel index")
+    rank: str = Field(description="worker rank in that engine")
+    model_name: str = Field(description="the first served name")
+    impl: str = Field(description="implementation that votes, such as hopper; none: no layer can")
     geometry: str = Field(description="query rows x keys that vote as one; empty: unknown")
     generation_seen: int = Field(
         description="newest generation that a request's stamp brought here; it follows with "
         "the first request after a change"
     )
-    layers_voting: int
+    layers_voting: int = Field(description="layers that skip under a threshold")
     layers_dense: dict[str, int] = Field(description="reason -> layers that cannot skip")
-    alive: bool
+    alive: bool = Field(description="false: the process is gone; its counters remain")
     age_s: float = Field(
         description="seconds since it last wrote its statistics page, which it does only after it "
         "worked: of an idle rank it grows; alive says whether the process runs"
     )
-    counters: dict[str, int]
-    tiles: TileTable
+    counters: dict[str, int] = Field(
+        description="query tokens and (request, engine step) pairs by path since the start"
+    )
+    tiles: TileTable = Field(description="of this rank's layers and kv heads")
 
 
 class TtftView(BaseModel):
     """Times in seconds; quantiles to one bucket (10%)."""
 
-    count: int
-    mean_s: float | None
-    p50_s: float | None
-    p95_s: float | None
+    count: int = Field(description="requests")
+    mean_s: float | None = Field(description="seconds; exact; null: none yet")
+    p50_s: float | None = Field(description="seconds, to 10%; null: none yet")
+    p95_s: float | None = Field(description="seconds, to 10%; null: none yet")
 
 
 class ClassView(BaseModel):
     """Requests of one class of lambda and of prompt length."""
 
-    model_name: str
-    lambda_class: str
-    prompt_length_class: str
-    admitted: int
+    model_name: str = Field(description="the first served name")
+    lambda_class: str = Field(description="dense, lambda_0, or a range of MAG")
+    prompt_length_class: str = Field(description="range of the prompt's tokens")
+    admitted: int = Field(description="requests")
     ttft: TtftView = Field(description="from admission to the first token")
     prefill: TtftView = Field(
         description="from being scheduled first to the first token, where vLLM logs statistics"
@@ -153,7 +129,7 @@ class LastError(BaseModel):
 
     time: str = Field(description="RFC 3339, UTC")
     kind: str = Field(description="as in blasst_control_errors_total")
-    message: str
+    message: str = Field(description="the value, the rule and the remedy")
 
 
 class CanaryView(BaseModel):
@@ -178,49 +154,51 @@ class CanaryView(BaseModel):
 class Status(BaseModel):
     """Everything the status page shows. desired null: the file is unreadable, `error` says why."""
 
-    desired: ThresholdState | None
+    desired: ThresholdState | None = Field(description="as GET /v1/blasst/threshold answers it")
     error: str = Field(description="what is wrong with the state file now; empty: nothing")
     last_error: LastError | None = Field(description="null: none since the sidecar started")
     canary: CanaryView | None = Field(description="null: it is not configured")
-    converged: bool
-    front_ends: list[FrontEndView]
-    ranks: list[RankView]
+    converged: bool = Field(description="as of desired; false while that is null")
+    front_ends: list[FrontEndView] = Field(description="of this engine, gone ones included")
+    ranks: list[RankView] = Field(description="of this engine, gone ones included")
     tiles: TileTable = Field(
         description="all engines and ranks added up; only of models that run, if any does"
     )
     unreadable_pages: int = Field(
         description="statistics pages that are damaged or of another release: not counted here"
     )
-    requests_rejected: int
-    desired_read_errors: int
-    classes: list[ClassView]
+    requests_rejected: int = Field(description="requests with bad blasst_* arguments")
+    desired_read_errors: int = Field(description="changed state files that could not be read")
+    classes: list[ClassView] = Field(description="only classes that saw a request")
 
 
 class PresetView(BaseModel):
     """One calibration preset. refusal: why it does not fit what runs; empty when it does."""
 
-    name: str
+    name: str = Field(description="file name without .json")
     model: str | None = Field(description="null: the file cannot be read, refusal says why")
     geometry: str | None = Field(description="implementation:rowsxkeys that vote as one")
     low: float | None = Field(description="lowest skip rate that was measured")
     high: float | None = Field(description="highest skip rate that was measured")
     error: float | None = Field(description="largest difference of a skip rate from the curve")
-    usable: bool
-    refusal: str
+    usable: bool = Field(description="it fits what runs now")
+    refusal: str = Field(description="why not; empty when it does")
 
 
 class PresetList(BaseModel):
     """All presets of the folder, in name order."""
 
-    presets: list[PresetView]
+    presets: list[PresetView] = Field(description="200 at most")
 
 
 class AuditState(BaseModel):
     """A threshold as the audit log keeps it; threshold and schedule null = dense."""
 
-    threshold: ThresholdValue | None
-    schedule: list[StepValue] | None = None
-    min_context: int | None
+    threshold: ThresholdValue | None = Field(description="null: dense, or a schedule")
+    schedule: list[StepValue] | None = Field(
+        default=None, description="null: one threshold for all"
+    )
+    min_context: int | None = Field(description="prompt tokens; null: the engine's own setting")
 
 
 class AuditRecord(BaseModel):
@@ -229,20 +207,20 @@ class AuditRecord(BaseModel):
     time: str = Field(description="RFC 3339, UTC")
     who: str = Field(description="address of the caller, and its token's scope")
     old: AuditState | None = Field(description="null: the file was corrupt or lost")
-    new: AuditState
-    reason: str
-    generation: int
-    result: str
+    new: AuditState = Field(description="what was asked for")
+    reason: str = Field(description="free text that was given with it")
+    generation: int = Field(description="of the new state")
+    result: str = Field(description="applied, failed or lost")
     chain: str = Field(description="SHA-256 over this record and its predecessor's chain")
 
 
 class AuditList(BaseModel):
     """The newest records, newest last."""
 
-    records: list[AuditRecord]
+    records: list[AuditRecord] = Field(description="200 at most")
 
 
 class Health(BaseModel):
     """ok, or a problem."""
 
-    status: str = "ok"
+    status: str = Field(default="ok", description="always ok; anything else is a problem")

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from blasst.server import problems
 from blasst.server.change import ThresholdChange
-from blasst.server.models import STATE_EXAMPLE
+from blasst.server.examples import EXAMPLES, METRICS
 
 DESCRIPTION = """Sets the skip threshold of a vLLM deployment while it serves, and shows the effect.
 
@@ -77,8 +77,9 @@ def _add_schemas(document: dict[str, Any]) -> None:
     schemas["Problem"] = problems.schema()
     change = ThresholdChange.model_json_schema(ref_template=_REF + "{model}")
     schemas |= change.pop("$defs") | {"ThresholdChange": change}
-    # FastAPI drops the nulls of examples.
-    schemas["ThresholdState"]["examples"] = [STATE_EXAMPLE]
+    # Here and not with the models: FastAPI drops the nulls of examples.
+    for name, example in EXAMPLES.items():
+        schemas[name]["examples"] = [example]
     for derived in ("HTTPValidationError", "ValidationError"):
         schemas.pop(derived, None)
 
@@ -95,6 +96,7 @@ def _add_errors(operation: dict[str, Any], path: str, method: str, protected: bo
             errors[403] = "The token may only read."
     elif not protected:
         errors[403] = "Without a token only loopback names are served (Host header)."
+    errors[500] = "Unexpected error; the sidecar's log has it."
     errors[429] = "Too many calls; Retry-After says when to try again."
     for status, text in sorted(errors.items()):
         responses[str(status)] = {
@@ -106,6 +108,8 @@ def _add_errors(operation: dict[str, Any], path: str, method: str, protected: bo
         if method != "get":
             text = "Written; a live front end has yet to read it. GET shows `converged`."
             responses["202"] = {**responses["200"], "description": text}
+    if path == "/metrics":
+        responses["200"]["content"]["text/plain"]["example"] = METRICS
     for parameter in operation.get("parameters", ()):
         if parameter["name"] == "If-Match":
             parameter["required"] = True

@@ -86,8 +86,13 @@ def schema() -> dict[str, Any]:
         "required": ["type", "title", "status", "detail"],
         "properties": {
             "type": {**text, "description": "Stable identifier, " + TYPE_PREFIX + "..."},
-            "title": text,
-            "status": {"type": "integer", "minimum": 400, "maximum": 599},
+            "title": {**text, "description": "The status in words."},
+            "status": {
+                "type": "integer",
+                "minimum": 400,
+                "maximum": 599,
+                "description": "The HTTP status.",
+            },
             "detail": {**text, "description": "What is wrong and what to do about it."},
         },
         "example": {

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jsonschema
 
+from blasst.server import models
+
 
 def test_openapi_is_3_1_and_complete(client):
     document = client.get("/openapi.json").json()
@@ -24,6 +26,7 @@ def test_openapi_is_3_1_and_complete(client):
             if int(status) >= 400:
                 content = response["content"]["application/problem+json"]
                 assert content["schema"]["$ref"].endswith("/Problem")
+        assert operation["description"], (path, method)
     for name, schema in document["components"]["schemas"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
         assert schema.get("description") or name == "Problem", name
@@ -42,6 +45,30 @@ def test_openapi_is_3_1_and_complete(client):
     walk(document)
     for ref in refs:
         assert ref.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+def test_every_field_says_what_it_is_and_every_answer_has_a_whole_example(client):
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    mute = [
+        f"{name}.{field}"
+        for name, schema in schemas.items()
+        for field, value in schema["properties"].items()
+        if not value.get("description")
+    ]
+    assert mute == []
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            ((kind, content),) = operation["responses"]["200"]["content"].items()
+            if kind == "text/plain":
+                assert content["example"].startswith("# HELP")
+                continue
+            name = content["schema"]["$ref"].rpartition("/")[2]
+            (example,) = schemas[name]["examples"]
+            jsonschema.Draft202012Validator({**document, **schemas[name]}).validate(example)
+            model = getattr(models, name)
+            assert model.model_validate(example).model_dump(by_alias=True) == example, name
+            assert method == "get" or path == "/v1/blasst/threshold"
 
 
 def test_the_documentation_names_every_path_problem_and_metric(client, fake_engine):
