@@ -25,15 +25,17 @@ class RankRecorder:
         rank = runner._blasst_rank
         shape = rank.shape
         path = Path(folder) / f"{shape.engine}-{shape.rank}-{os.getpid()}.jsonl"
-        out = open(path, "a", buffering=1)  # noqa: SIM115  until the worker ends
         note, rows = rank.note, rank.rows
+
+        def write(**line: Any) -> None:
+            with open(path, "a") as out:
+                out.write(json.dumps(line) + "\n")
 
         def recorded_note(new: Sequence[Any], finished: Collection[str]) -> None:
             for request in new:
                 stamp = read_stamp(getattr(request.sampling_params, "extra_args", None))
                 if stamp is not None:
-                    line = {"id": request.req_id, "stamped": stamp.encode()}
-                    out.write(json.dumps(line) + "\n")
+                    write(id=request.req_id, stamped=stamp.encode())
             note(new, finished)
 
         def recorded_rows(
@@ -42,8 +44,7 @@ class RankRecorder:
             found: list[float | None] | None = rows(req_ids, tokens, drafts)
             for req_id, used in zip(req_ids, found or (), strict=False):
                 if used is not None:
-                    line = {"id": req_id, "lambda": used, "tokens": tokens[req_id]}
-                    out.write(json.dumps(line) + "\n")
+                    write(**{"id": req_id, "lambda": used, "tokens": tokens[req_id]})
             return found
 
         rank.note, rank.rows = recorded_note, recorded_rows

@@ -15,7 +15,9 @@ import torch
 
 from blasst.kernels.testing import DialOptions, dialled_inputs, low_blocks
 from blasst.kernels.types import Geometry
-from blasst.plugin.bench_ttft import Cell, contenders, markdown
+from blasst.plugin.bench_plot import svg
+from blasst.plugin.bench_ttft import Cell, contenders, markdown, sizes
+from blasst.plugin.bench_ttft import main as bench_ttft
 
 Environment = Callable[[Mapping[str, str]], dict[str, str]]
 SMALL = ["--layers", "2", "--heads", "4,2,64", "--dtype", "float32", "--chunk", "512"]
@@ -42,13 +44,35 @@ def test_contenders_in_the_order_of_the_table() -> None:
 def test_the_table_shows_ratios_and_skip_rates() -> None:
     where = {"gpu": "G", "vllm": "1", "torch": "2", "chunk": 512, "block_size": None}
     cells = [
-        Cell(4096, 1, "stock", 0.1, 1.0, None, [0.1, 0.1]),
-        Cell(4096, 1, "ours, skip 50%", 0.0825, 0.825, 0.498, [0.08, 0.0825, 0.09]),
+        Cell(4096, 1, "stock", 0.1, 1.0, None, [0.1, 0.1], 0.1, 1.0),
+        Cell(4096, 2, "ours, skip 50%", 0.0825, 0.825, 0.498, [0.08, 0.0825, 0.09], 0.06, 0.9),
     ]
     lines = markdown(cells, where).splitlines()
     assert lines[0].endswith("chunks of 512 tokens, pages of the default size")
-    assert lines[-2] == "| 4096 | 1 | stock |  | 100.0 | 1.000 | 2 |"
-    assert lines[-1] == "| 4096 | 1 | ours, skip 50% | 49.8% | 82.5 | 0.825 | 3 |"
+    assert lines[-2] == "| 4096 | 1 | stock |  | 100.0 | 1.000 | | | 2 |"
+    assert lines[-1] == "| 4096 | 2 | ours, skip 50% | 49.8% | 82.5 | 0.825 | 60.0 | 0.900 | 3 |"
+    picture = svg(cells)
+    assert "4096 tokens x 2" in picture
+    assert picture.count("<circle") == 1  # stock has no skip rate
+
+
+def test_sizes_are_lengths_times_batches_and_more() -> None:
+    given = arguments(lengths="512,1024", batches="1,2", rounds=3, more="2048:8:1")
+    found = [(s.tokens, s.batch, s.rounds) for s in sizes(given)]
+    assert found == [(512, 1, 3), (512, 2, 3), (1024, 1, 3), (1024, 2, 3), (2048, 8, 1)]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"), [("2048:8", "is not TOKENS:BATCH:ROUNDS"), ("1:0:1", "must be 1 or more")]
+)
+def test_bad_sizes_are_refused_and_leave_no_folder(
+    more: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench_ttft(["--more", more, "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_low_blocks_are_those_of_dialled_inputs() -> None:
@@ -83,7 +107,8 @@ def test_a_rehearsal_reaches_the_dialled_rates(
     assert rates["ours, dense kernel"] is None  # no vote, so nothing is counted
     assert rates["ours, skip 0%"] == 0
     assert rates["ours, skip 70%"] == pytest.approx(0.7, abs=0.1)
-    assert all(c["ttft_s"] > 0 and len(c["times_s"]) == 1 for c in cells)
+    assert all(0 < c["mean_ttft_s"] <= c["ttft_s"] for c in cells)
+    assert all(len(c["times_s"]) == 1 for c in cells)
     assert "ours, skip 70%" in (tmp_path / "ttft.md").read_text()
 
 
@@ -103,12 +128,16 @@ def test_the_checks_hold_on_a_cpu(
         [
             "blasst.plugin.check_gpu", str(tiny_model), "--short", str(tmp_path / "short"),
             "--long", str(tmp_path / "long"), "--mags", "4500,1000", "--graphs", "eager",
-            "--dtype", "float32", "--chunk", "512", "--out", str(tmp_path),
+            "--dtype", "float32", "--chunk", "512", "--out", str(tmp_path), "--lora",
+            "--options", '{"enable_prefix_caching": true}',
+            "--steps", "tokens,counts,skips,waits,prefix",
         ],
         clean_environment,
     )  # fmt: skip
     found = json.loads((tmp_path / "check.json").read_text())
-    assert all(found[f"{step}, eager"]["held"] for step in ("tokens", "counts", "skips", "waits"))
+    steps = ("tokens", "counts", "skips", "waits", "prefix")
+    assert all(found[f"{step}, eager"]["held"] for step in steps)
+    assert found["tokens, eager"]["differ"]["without the adapter"] > 0
     assert found["counts, eager"]["largest_share_apart"] == 0
     assert found["waits, eager"]["forward"] > 0
 
