@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 from blasst.server.cli import GROUP
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 Words = dict[str, list[str]]
 _EPILOG = """examples:
   blasst completion bash > ~/.local/share/bash-completion/completions/blasst
   blasst completion zsh > ~/.zfunc/_blasst    (with fpath+=(~/.zfunc) before compinit)
+  blasst completion fish > ~/.config/fish/completions/blasst.fish
 """
 _BASH = """# Completion of blasst for bash; made by `blasst completion bash`.
 _blasst() {{
@@ -26,7 +27,7 @@ _blasst() {{
         key="${{key:+$key }}${{COMP_WORDS[i]}}"
     done
     case $prev in
-        --*file|--*dir|--out|--presets|--tls-*|--uds)
+        --*file|--*dir|--out|--presets|--tls-*|--uds|--follow|--canary)
             COMPREPLY=($(compgen -f -- "$cur")); return ;;
     esac
     while :; do
@@ -50,7 +51,7 @@ _blasst() {{
         key="${{key:+$key }}${{words[i]}}"
     done
     case ${{words[CURRENT-1]}} in
-        --*file|--*dir|--out|--presets|--tls-*|--uds) _files; return ;;
+        --*file|--*dir|--out|--presets|--tls-*|--uds|--follow|--canary) _files; return ;;
     esac
     while :; do
         case $key in
@@ -63,6 +64,28 @@ _blasst() {{
 }}
 _blasst "$@"
 """
+_FISH = """# Completion of blasst for fish; made by `blasst completion fish`.
+function __blasst_words
+    set -l key
+    for word in (commandline -opc)[2..3]
+        string match -q -- '-*' $word; and break
+        set -a key $word
+    end
+    while true
+        switch "$key"
+{cases}
+        end
+        set -q key[2]; or return
+        set -e key[-1]
+    end
+end
+function __blasst_wants_a_file
+    string match -qr -- '^--(.*file|.*dir|out|presets|tls-.*|uds|follow|canary)$' \\
+        (commandline -opc)[-1]
+end
+complete -c blasst -n 'not __blasst_wants_a_file' -f -a '(__blasst_words)'
+complete -c blasst -n __blasst_wants_a_file -F
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +96,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     words = completions()
-    if args.shell == "bash":
+    if args.shell == "fish":
+        lines = (
+            f"            case '{key}'\n                printf '%s\\n' {' '.join(w)}; return"
+            for key, w in words.items()
+        )
+        print(_FISH.format(cases="\n".join(lines)), end="")
+    elif args.shell == "bash":
         cases = (f'            "{key}") words="{" ".join(w)}" ;;' for key, w in words.items())
         print(_BASH.format(cases="\n".join(cases)), end="")
     else:

@@ -39,7 +39,7 @@ def complete(script, line):
         ("blasst threshold set --m", ["--mag", "--min-context"]),
         ("blasst sidecar --tls", ["--tls-cert", "--tls-key"]),
         ("blasst serve MODEL --sidecar-u", ["--sidecar-uds"]),
-        ("blasst completion ", ["--help", "bash", "zsh"]),
+        ("blasst completion ", ["--help", "bash", "fish", "zsh"]),
         ("blasst nothing ", []),
     ],
 )
@@ -62,6 +62,29 @@ def test_zsh_accepts_the_script(script, tmp_path):
     path = tmp_path / "_blasst"
     path.write_text(text)
     subprocess.run(["zsh", "-n", path], check=True, timeout=30)
+
+
+def test_fish_completes(script, tmp_path):
+    text = script("fish")
+    assert "case 'threshold set'" in text
+    if not shutil.which("fish"):
+        pytest.skip("no fish here: its script was read, not run (apt-get install fish)")
+    path = tmp_path / "blasst.fish"
+    path.write_text(text)
+    for line, offered in (
+        ("blasst thr", ["threshold"]),
+        ("blasst threshold set --m", ["--mag", "--min-context"]),
+        ("blasst serve MODEL --sidecar-u", ["--sidecar-uds"]),
+        (f"blasst sidecar --token-file {tmp_path}/bl", [str(path)]),
+    ):
+        code = f"source {path}; complete -C '{line}'"
+        done = subprocess.run(
+            ["fish", "--no-config", "-c", code], capture_output=True, text=True, timeout=30
+        )
+        assert (done.stderr, sorted(w.split("\t")[0] for w in done.stdout.splitlines())) == (
+            "",
+            offered,
+        )
 
 
 def test_every_verb_is_offered_and_nothing_needs_quoting():
