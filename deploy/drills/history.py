@@ -53,10 +53,15 @@ def _values(
 ) -> tuple[Mapping[int, Lambda], list[str]]:
     """Generation -> the one value that it has for everybody."""
     found = []
+    newest = 0
     values: dict[int, Lambda] = {0: None}
     for write in writes:
         if write.generation is None:
             continue
+        # The value that is in force already is no change: its generation again is right.
+        if write.generation < newest:
+            found.append(f"{write} was acknowledged after generation {newest}")
+        newest = max(newest, write.generation)
         if values.setdefault(write.generation, write.skip_lambda) != write.skip_lambda:
             found.append(f"{write}: its generation was given out before")
     for pair in seen:
@@ -72,7 +77,10 @@ def _origins(
     """Generation -> the change that made it, found in the order of asking."""
     found: list[str] = []
     origins: dict[int, Write] = {}
-    acknowledged = {w.generation: i for i, w in enumerate(writes) if w.generation is not None}
+    acknowledged: dict[int, int] = {}
+    for number, write in enumerate(writes):
+        if write.generation is not None:
+            acknowledged.setdefault(write.generation, number)
     at = -1
     for generation in sorted(values.keys() - {0}):
         index = acknowledged.get(generation)

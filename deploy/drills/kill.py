@@ -23,6 +23,7 @@ from blasst.deploy.drills.processes import Service
 from blasst.deploy.drills.verdict import Evidence, References, Result, judge
 
 CONVERGE_S = 60.0
+_CHANGES_WITHOUT_ENGINE = 4
 _STEP_MAG = 0.001
 """Changes of one class differ by this, so that each has a lambda of its own: far too little to
 change what is skipped."""
@@ -30,8 +31,8 @@ change what is skipped."""
 
 @dataclass(frozen=True)
 class Plan:
-    """mags: the classes of thresholds; dense is one more. engine_kills: roles, in order; they and
-    the sidecar's kills fall on random changes. pause_s: on average, between two changes."""
+    """mags: the classes of thresholds; dense is one more. engine_kills: roles; they and the
+    sidecar's kills fall on random changes. pause_s: on average, between two changes."""
 
     model: Path
     folder: Path
@@ -131,27 +132,24 @@ def _learn(
 
 
 def _change_and_kill(plan: Plan, deployment: Deployment, say: Any) -> list[Write]:
+    """Changes go on for a while when the engine is down, and then wait for it."""
     rng = random.Random(plan.seed)
-    spots = rng.sample(range(1, plan.changes - 1), plan.sidecar_kills + len(plan.engine_kills))
-    kills: dict[int, str] = dict(
-        zip(spots, (*plan.engine_kills, *("sidecar",) * plan.sidecar_kills), strict=True)
-    )
+    roles = (*plan.engine_kills, *("sidecar",) * plan.sidecar_kills)
+    kills = dict(zip(rng.sample(range(1, plan.changes), len(roles)), roles, strict=True))
     writes: list[Write] = []
-    waiting: list[str] = []
+    patience = 0
     for number in range(plan.changes):
         deployment.sidecar.wait_ready(START_S)
-        if number in kills:
-            waiting.append(kills[number])
-        if len(waiting) > 1 or (waiting and number == plan.changes - 1):
+        role = kills.get(number)
+        if patience == 0 or role in processes.ROLES:
             deployment.engine.wait_ready(START_S)
+            patience = rng.randint(1, _CHANGES_WITHOUT_ENGINE)
+        patience -= not deployment.engine.ready
         timer = None
-        # A process that is still starting after the last kill is killed once it serves.
-        ready = [role for role in waiting if _service(deployment, role).ready]
-        if ready:
-            waiting.remove(ready[0])
-            delay_s = rng.uniform(0.0, 0.02 if ready[0] == "sidecar" else 0.3)
-            timer = _kill_later(deployment, ready[0], delay_s)
-            say(f"change {number}: kill -9 {ready[0]}")
+        if role is not None:
+            say(f"change {number}: kill -9 {role}")
+            took_s = writes[-1].ended - writes[-1].began
+            timer = _kill_later(deployment, role, rng.uniform(0.0, 2 * took_s))
         mag = rng.choice((None, *plan.mags))
         if mag is None and writes and writes[-1].skip_lambda is None:
             mag = plan.mags[0]  # the value in force is no change

@@ -184,7 +184,7 @@ def _audit(evidence: Evidence, result: Result) -> None:
         "changes": len(evidence.writes),
         "acknowledged": len(acknowledged),
         "cut_off": unknown,
-        "cut_off_and_done": len(applied) - len(acknowledged),
+        "cut_off_and_done": len(applied.keys() - {w.generation for w in acknowledged}),
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from blasst.deploy.drills.dashboard import draw
 from blasst.kernels.exchange.layout import FRONT, RANK, front_fields, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter
 from blasst.server.settings import Settings
@@ -244,6 +245,10 @@ def test_every_query_runs_on_a_real_prometheus(prometheus, deploy, load, tmp_pat
         url, "sum(rate(blasst_tiles_skipped_total[1m])) / sum(rate(blasst_tiles_visited_total[1m]))"
     )
     assert float(ratio[0]["value"][1]) == pytest.approx(0.4)
+    page = draw(url, deploy / DASHBOARD, minutes=1)
+    assert page.count("<svg") == len(panels)
+    assert "No data" not in page
+    assert "layer 1: 40%" in page
 
 
 def test_rules_and_dashboard_name_only_metrics_that_exist(metrics_url, deploy, load):

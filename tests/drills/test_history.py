@@ -56,6 +56,13 @@ def test_each_fault_is_seen(pair, words):
     )
 
 
+def test_the_value_in_force_again_is_the_same_generation():
+    again = [*WRITES, Write(0.9, 6.0, 6.1, None), Write(None, 7.0, 7.1, 5)]
+    assert faults(again, [*GOOD, see(7.5, 5, None)]) == []
+    late = [*again, Write(0.3, 8.0, 8.1, 3)]
+    assert any("acknowledged after" in line for line in faults(late, GOOD))
+
+
 def test_a_generation_that_is_given_out_twice_or_out_of_order_is_seen():
     twice = [*WRITES, Write(0.6, 6.0, 6.1, 5)]
     assert any("given out before" in line for line in faults(twice, []))
