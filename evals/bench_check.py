@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from blasst.evals.client import Completions
-from blasst.evals.errors import ServerError
+from blasst.evals.errors import InputError, ServerError
 from blasst.evals.interop import bench_prompts
 from blasst.evals.prompts import PromptEncoder
 from blasst.evals.samples import Sample
@@ -25,7 +25,7 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds, per prompt. ours: mean of a run before and a run after the other program's."""
+    """Seconds, per prompt: median over the runs, which take turns. ours: one run more."""
 
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
@@ -48,17 +48,24 @@ def compare(
     samples: Sequence[Sample],
     encoder: PromptEncoder,
     command: Sequence[str],
+    rounds: int = 1,
 ) -> Comparison:
     """command: `vllm`, or what stands for it. model: folder with the tokenizer. The server's
     prefix cache must be off, or the prompts must differ from their first tokens on: the other
     program gives all its prompts one salt. Raises ServerError when it fails."""
+    if rounds < 1:
+        raise InputError(f"--rounds {rounds}: give at least 1")
     client.generate(name, samples[0].prompt, 1)
-    first = _ours(client, name, samples)
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = _theirs(client.url, name, model, samples, encoder, command, Path(folder))
-    second = _ours(client, name, samples)
-    ours = tuple((a + b) / 2 for a, b in zip(first, second, strict=True))
-    return Comparison(ours, theirs)
+    ours, theirs = [_ours(client, name, samples)], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            theirs.append(_theirs(client.url, name, model, samples, encoder, command, Path(folder)))
+        ours.append(_ours(client, name, samples))
+    return Comparison(_medians(ours), _medians(theirs))
+
+
+def _medians(runs: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(statistics.median(seconds) for seconds in zip(*runs, strict=True))
 
 
 def _ours(client: Completions, name: str, samples: Sequence[Sample]) -> list[float]:

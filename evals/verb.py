@@ -99,6 +99,9 @@ def _add_server_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]
         verbs, "bench-check", "is our TTFT that of `vllm bench serve`?", verb_server.bench_check
     )
     check.add_argument("--count", type=int, default=10, help="prompts (default: %(default)s)")
+    check.add_argument(
+        "--rounds", type=int, default=2, help="runs of the other program (default: %(default)s)"
+    )
     check.add_argument("--vllm-command", default="vllm", help="program (default: %(default)s)")
     for sub in (doctor, calibrate, check):
         add_server_options(sub)

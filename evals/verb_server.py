@@ -62,7 +62,7 @@ def bench_check(args: argparse.Namespace) -> int:
     with contextlib.closing(Completions(args.url[0], timeout_s=args.timeout)) as client:
         name = client.model(args.served_model).name
         command = shlex.split(args.vllm_command)
-        found = compare(client, name, folder, samples, encoder, command)
+        found = compare(client, name, folder, samples, encoder, command, args.rounds)
     if args.json:
         print(json.dumps({"ours": found.ours, "vllm": found.theirs, "ratio": found.ratio}))
     else:

@@ -10,7 +10,7 @@ import pytest
 
 from blasst.evals.bench_check import compare
 from blasst.evals.client import Completions
-from blasst.evals.errors import ServerError
+from blasst.evals.errors import InputError, ServerError
 from blasst.evals.prompts import PromptEncoder
 from blasst.evals.samples import Sample
 
@@ -33,6 +33,7 @@ json.dump(body, open(value("--result-dir") + "/" + value("--result-filename"), "
 def run(
     tmp_path: Path, url: str, model: Path, encoder: PromptEncoder, samples: list[Sample], **v: Any
 ) -> Any:
+    rounds = v.pop("rounds", 1)
     values = {"FAIL": False, "EXTRA": 0, "SECONDS": 0.04} | v
     text = "".join(f"{name} = {value!r}\n" for name, value in values.items()) + PROGRAM
     script = tmp_path / "vllm.py"
@@ -40,7 +41,7 @@ def run(
     client = Completions(url, timeout_s=20)
     try:
         command = [sys.executable, str(script)]
-        return compare(client, "fake-model", model, samples, encoder, command)
+        return compare(client, "fake-model", model, samples, encoder, command, rounds)
     finally:
         client.close()
 
@@ -51,6 +52,10 @@ def test_ratio_is_taken_prompt_by_prompt(
     found = run(tmp_path, fake_url, tiny_model, encoder, samples)
     assert len(found.ours) == len(found.theirs) == 4
     assert all(0.03 <= seconds < 1 for seconds in found.ours)
+    with pytest.raises(InputError, match="--rounds 0"):
+        run(tmp_path, fake_url, tiny_model, encoder, samples, rounds=0)
+    two = run(tmp_path, fake_url, tiny_model, encoder, samples, rounds=2)
+    assert two.theirs == (0.04,) * 4
     same = run(tmp_path, fake_url, tiny_model, encoder, samples, SECONDS=found.ours[0])
     assert 0.3 < same.ratio < 3
     assert not run(tmp_path, fake_url, tiny_model, encoder, samples, SECONDS=9.0).agrees
