@@ -195,7 +195,10 @@ class Runner:
     def restore(self) -> None:
         """The threshold that the deployment had before."""
         self.sidecar.put(
-            self.initial.threshold, min_context=self.initial.min_context, reason="RULER sweep over"
+            self.initial.threshold,
+            min_context=self.initial.min_context,
+            reason="RULER sweep over",
+            schedule=self.initial.schedule,
         )
 
     def budget(self, sample: Sample) -> int:

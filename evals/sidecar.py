@@ -25,12 +25,14 @@ Layers = dict[int, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The threshold that the deployment wants (None = dense), and whether it is in force."""
+    """The threshold that the deployment wants (None = dense), and whether it is in force.
+    schedule: its steps as a PUT takes them, if it has a threshold for each prompt length."""
 
     generation: int
     threshold: SkipThreshold | None
     min_context: int | None
     converged: bool
+    schedule: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,19 @@ class Sidecar:
             return _setting(self._ok(self._http.get(_PATH)).json())
 
     def put(
-        self, threshold: SkipThreshold | None, *, min_context: int | None = None, reason: str = ""
+        self,
+        threshold: SkipThreshold | None,
+        *,
+        min_context: int | None = None,
+        reason: str = "",
+        schedule: tuple[Mapping[str, Any], ...] = (),
     ) -> Setting:
-        """Ask for a threshold, on top of the generation read just before (If-Match)."""
+        """Ask for a threshold, or a schedule (then threshold is None), on top of the generation
+        read just before (If-Match)."""
         body: dict[str, Any] = {"off": True}
-        if threshold is not None:
+        if schedule:
+            body = {"schedule": list(schedule)}
+        elif threshold is not None:
             body = {threshold.unit: threshold.value}
         if min_context is not None:
             body["min_context"] = min_context
@@ -105,7 +115,7 @@ class Sidecar:
                     "one sweep at a time against a server"
                 )
             setting = _setting(self._ok(response).json())
-        if setting.threshold != threshold:
+        if (setting.threshold, setting.schedule) != (threshold, schedule):
             raise ServerError(
                 f"{self.url} accepted {threshold or 'dense'} but now wants "
                 f"{setting.threshold or 'dense'}: it ignores what it is told"
@@ -204,7 +214,14 @@ def _setting(body: Mapping[str, Any]) -> Setting:
         threshold=None if raw is None else SkipThreshold.parse(raw["unit"], raw["value"]),
         min_context=body.get("min_context"),
         converged=bool(body["converged"]),
+        schedule=tuple(_step(step) for step in body.get("schedule") or ()),
     )
+
+
+def _step(shown: Mapping[str, Any]) -> dict[str, Any]:
+    raw = shown["threshold"]
+    length = {} if shown["up_to"] is None else {"up_to": shown["up_to"]}
+    return {**length, **({"off": True} if raw is None else {raw["unit"]: raw["value"]})}
 
 
 def parse_counters(text: str) -> Counters:

@@ -248,6 +248,9 @@ class Canary:
     def _step(self, state: DesiredState, why: str) -> None:
         plan = self.plan
         assert state.threshold is not None
+        if self._stop.is_set():
+            # The folder may be another sidecar's by now.
+            return
         tokens = max(result.prompt_tokens for result in self._window.results)
         new = raised(state.threshold, plan.step_mag, plan.ceiling_mag, tokens)
         if new == state.threshold:

@@ -351,6 +351,24 @@ def test_old_dead_pages_are_removed_while_it_runs_too(sidecar, fake_engine, stat
     assert [p.name for p in (state / "stats").iterdir()] == [live]
 
 
+def test_a_sweep_puts_a_schedule_back(sidecar):
+    from blasst.evals.sidecar import Sidecar
+    from blasst.kernels.threshold import SkipThreshold
+
+    _, client = sidecar()
+    steps = [{"up_to": 16384, "off": True}, {"up_to": 65536, "mag": 7000.0}, {"scale": 400.0}]
+    wish = {"schedule": steps, "min_context": 5}
+    client.put("/v1/blasst/threshold", json=wish, headers={"if-match": "*"})
+    deployment = Sidecar(str(client.base_url))
+    initial = deployment.get()
+    assert deployment.put(SkipThreshold("mag", 2500)).schedule == ()
+    deployment.put(initial.threshold, min_context=initial.min_context, schedule=initial.schedule)
+    deployment.close()
+    now = client.get("/v1/blasst/threshold").json()
+    assert (now["generation"], now["min_context"], len(now["schedule"])) == (3, 5, 3)
+    assert now["schedule"][1] == {"up_to": 65536, "threshold": {"unit": "mag", "value": 7000.0}}
+
+
 def test_what_a_killed_writer_left_is_removed_at_the_start(sidecar, state):
     state.mkdir()
     (state / ".desired-x1").write_text("{")
