@@ -26,7 +26,8 @@ class _Units(BaseModel):
     mag: float = Field(
         default_factory=_absent,
         description="MAG: lambda = 2^(-MAG/1000); a higher MAG skips less. Usual: 1000 to 14000.",
-        json_schema_extra={"exclusiveMinimum": 0, "maximum": MAG_MAX},
+        # A MAG nearer to 0 rounds to lambda 1.
+        json_schema_extra={"minimum": 1e-12, "maximum": MAG_MAX},
     )
     skip_lambda: float = Field(
         alias="lambda",
