@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from blasst.kernels.verify.build import INSTALL
 from blasst.kernels.verify.subject import Case, Subject, Workbench
 from blasst.kernels.verify.subjects.attention import Shape
+from blasst.kernels.verify.subjects.masks import MASKS
 
 EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (1, 1), (129, 300))
 """(queries, keys) of requests with whole tiles, ragged ends, one row, and no row at all."""
@@ -56,44 +58,53 @@ def make(
     skip_rate: float | None,
     page_size: int,
     dense: bool,
+    mask: str = "",
 ) -> Plan:
-    """shapes: (queries, keys, q heads, kv heads) each; raises ValueError for what does not fit."""
+    """shapes: (queries, keys, q heads, kv heads) each; mask: of `subjects.masks.MASKS`, "" = none.
+
+    Raises ValueError for what does not fit.
+    """
     if kernel in ("fa4", "flashinfer"):
-        if mag is not None or skip_rate is not None or page_size or dense:
-            raise ValueError("--mag, --skip-rate, --page-size and --dense are of our own kernels")
+        if mag is not None or skip_rate is not None or page_size or dense or mask:
+            raise ValueError(
+                "--mag, --skip-rate, --page-size, --dense and --mask are of our own kernels"
+            )
         return _foreign(kernel, shapes)
     if skip_rate is not None and not shapes:
         raise ValueError("--skip-rate needs --shape: its inputs are one request")
+    if mask and mask not in MASKS:
+        raise ValueError(f"--mask {mask!r} is not one of {', '.join(MASKS)}")
     if shapes:
         wanted = [
-            (Shape(((q, k),), heads, kv_heads, mag=mag, skip_rate=skip_rate), SEEDS)
+            Shape(((q, k),), heads, kv_heads, mag=mag, skip_rate=skip_rate, mask=mask)
             for q, k, heads, kv_heads in shapes
         ]
     else:
         wanted = [
-            (Shape(EDGES, mag=mag), SEEDS),
-            (Shape(HEADS, num_heads=4, num_kv_heads=2, mag=mag), SEEDS),
-            (Shape((LONG,), num_heads=1, mag=mag), SEEDS),
+            Shape(EDGES, mag=mag, mask=mask),
+            Shape(HEADS, num_heads=4, num_kv_heads=2, mag=mag, mask=mask),
+            Shape((LONG,), num_heads=1, mag=mag, mask=mask),
         ]
     return _ours(kernel, wanted, page_size, dense)
 
 
-def _ours(kernel: str, wanted: list[tuple[Shape, int]], page_size: int, dense: bool) -> Plan:
-    vote = not dense
+def _ours(kernel: str, wanted: list[Shape], page_size: int, dense: bool) -> Plan:
+    choices: dict[str, Any] = {
+        "dtype": "bfloat16", "head_dim": 128, "causal": True, "page_size": page_size,
+        "vote": not dense, "count": not dense, "block_mask": bool(wanted[0].mask),
+    }  # fmt: skip
     if kernel == "sm90":
         from blasst.kernels.hopper.launch import config_for
         from blasst.kernels.verify.subjects import hopper
 
-        config = config_for(
-            "bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote
-        )
-        cases = [(hopper.case(config, shape), seeds) for shape, seeds in wanted]
+        config = config_for(**choices)
+        cases = [(hopper.case(config, shape), SEEDS) for shape in wanted]
         return Plan(hopper.subject(config), cases)
-    from blasst.kernels.blackwell.config import Config
+    from blasst.kernels.blackwell.launch import config_for as blackwell_config
     from blasst.kernels.verify.subjects import blackwell
 
-    sm100 = Config("bfloat16", 128, True, page_size, vote, vote)
-    cases = [(blackwell.case(sm100, shape), seeds) for shape, seeds in wanted]
+    sm100 = blackwell_config(**choices)
+    cases = [(blackwell.case(sm100, shape), SEEDS) for shape in wanted]
     return Plan(blackwell.subject(sm100), cases)
 
 

@@ -47,6 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=_page, default=0, metavar="N", help="keys a page, a multiple of 16; "
         "0 = contiguous (default: 0)")  # fmt: skip
     add("--dense", action="store_true", help="our kernels without a vote built in")
+    add("--mask", default="", metavar="NAME", help="our kernels under a block mask, such as "
+        "shared_prefix, document or 'random blocks'; a wrong name lists them")  # fmt: skip
     add("--seeds", type=_count, default=None, metavar="N", help="schedules of each shape "
         "(default: 3)")  # fmt: skip
     add("--races", action=argparse.BooleanOptionalAction, default=True,
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = plans.make(
             args.kernel, shapes=args.shape, mag=args.mag, skip_rate=args.skip_rate,
-            page_size=args.page_size, dense=args.dense,
+            page_size=args.page_size, dense=args.dense, mask=args.mask,
         )  # fmt: skip
     except ValueError as e:
         return _error(str(e), 2)

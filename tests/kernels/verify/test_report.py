@@ -40,6 +40,8 @@ def test_wrong_usage(words: tuple[str, ...], command: Callable[..., int]) -> Non
     [
         (("sm90", "--skip-rate", "0.5"), "--skip-rate needs --shape"),
         (("fa4", "--mag", "2500"), "are of our own kernels"),
+        (("fa4", "--mask", "document"), "are of our own kernels"),
+        (("sm90", "--mask", "x"), "'x' is not one of shared_prefix, "),
     ],
 )
 def test_options_that_do_not_fit(
