@@ -167,9 +167,10 @@ def _far_pages(stack: ExitStack) -> None:
 
 def _no_compiler(stack: ExitStack) -> None:
     import cutlass.cute
+    from cutlass.base_dsl.common import DSLRuntimeError
 
     def fails(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("planted: ptxas ended with 255")
+        raise DSLRuntimeError("planted: ptxas ended with 255")
 
     stack.enter_context(replaced(cutlass.cute, compile=fails))
 

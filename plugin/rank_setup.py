@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from blasst.kernels.errors import BlasstError
 from blasst.kernels.exchange.layout import LAYER_REASONS
 from blasst.kernels.plan import Plan, plan
 from blasst.kernels.support import unsupported_reasons
@@ -59,6 +59,10 @@ def set_up_rank(vllm_config: Any, device: Any, known: Rank | None) -> Rank:
     return rank
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""Compilers write for terminals."""
+
+
 @functools.cache
 def _try_out(how: Plan, device: Any) -> None:
     """Compiles and runs the kernel once, so that no request has to wait for it or fails in it."""
@@ -68,10 +72,11 @@ def _try_out(how: Plan, device: Any) -> None:
     try:
         how.rehearse(device)
         torch.accelerator.synchronize(device)
-    except (BlasstError, RuntimeError, ImportError) as e:
+    except Exception as e:  # the compilers' errors have no base class in common
+        why = " ".join(_COLOUR.sub("", str(e)).split())[:400] or type(e).__name__
         raise KernelError(
             f"the {how.impl} kernel does not run for head_dim {how.problem.head_dim}, "
-            f"{how.problem.dtype}, pages of {how.problem.page_size}: {e}; set {IMPL}=triton, or "
+            f"{how.problem.dtype}, pages of {how.problem.page_size}: {why}; set {IMPL}=triton, or "
             "choose another --attention-backend"
         ) from e
     logger.info(

@@ -17,6 +17,13 @@ from blasst.plugin.rank_setup import KernelError
 PROBLEM = Problem(128, 8, 2, "bfloat16", "cuda", (9, 0), page_size=16)
 
 
+class CompilerError(Exception):
+    """As those of a compiler: no RuntimeError, several coloured lines."""
+
+    def __str__(self) -> str:
+        return f"\n\x1b[91m{super().__str__()}\x1b[0m\n"
+
+
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     rank_setup._try_out.cache_clear()
@@ -47,6 +54,7 @@ def test_nothing_is_tried_on_a_cpu(tried: list[Any]) -> None:
         UnsupportedError(["k has stride 2"]),
         RuntimeError("CUDA out of memory"),
         ImportError("cutlass"),
+        CompilerError("ptxas ended with 255"),
     ],
 )
 def test_a_kernel_that_fails_stops_the_start(
@@ -60,7 +68,9 @@ def test_a_kernel_that_fails_stops_the_start(
         rank_setup._try_out(plan(PROBLEM, "triton", 0.1), "cuda")
     message = str(caught.value)
     assert "the triton kernel does not run for head_dim 128, bfloat16, pages of 16" in message
-    assert str(error) in message
+    assert str(error.args[0]) in message
+    assert "\n" not in message
+    assert "\x1b" not in message
     assert "--attention-backend" in message
 
 
