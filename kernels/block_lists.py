@@ -70,9 +70,11 @@ def block_lists(call: Call) -> BlockLists:
     return _kept(call, "lists", lambda: _block_lists(_map(call)))
 
 
-def group_lists(call: Call, groups: int) -> GroupLists:
-    """As block_lists, for thread blocks of `groups` tiles of the call's geometry."""
-    return _kept(call, groups, lambda: _group_lists(_map(call), groups))
+def group_lists(call: Call, groups: int, rows: int | None = None) -> GroupLists:
+    """As block_lists, for thread blocks of `groups` tiles of the call's geometry; rows: of tiles
+    that its tiles are divided into."""
+    parts = 1 if rows is None else call.geometry.tile_m // rows
+    return _kept(call, (groups, parts), lambda: _group_lists(_divided(_map(call), parts), groups))
 
 
 _HELD: WeakKeyDictionary[BlockMask, OrderedDict[Any, Any]] = WeakKeyDictionary()
@@ -181,6 +183,14 @@ def _in_order(visited: torch.Tensor) -> torch.Tensor:
     """int64 like `visited`: the visited blocks of each row from right to left, then others."""
     chosen = visited.flip(-1).int().argsort(dim=-1, descending=True, stable=True)
     return visited.shape[-1] - 1 - chosen
+
+
+def _divided(held: _Map, parts: int) -> _Map:
+    """The same visits for `parts` tiles of fewer rows instead of each."""
+    codes = held.codes.repeat_interleave(parts, 2)
+    part = torch.arange(codes.shape[2], dtype=torch.int32, device=codes.device)[:, None] % parts
+    codes = torch.where(codes >= 0, codes * parts + part, codes)
+    return _Map(codes, held.bits.reshape(-1, held.bits.shape[1] // parts, held.bits.shape[2]))
 
 
 def _block_lists(held: _Map) -> BlockLists:

@@ -20,7 +20,7 @@ PAGE_UNIT = 16  # keys: the smallest window that a copy brings
 
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
     """The implementation "blackwell" of prefill_attention."""
-    lists = None if call.spec.block_mask is None else group_lists(call, TILES)
+    lists = None if call.spec.block_mask is None else group_lists(call, TILES, ROWS)
     return prefill(replace(Inputs.of(call, out, counters), lists=lists))
 
 

@@ -127,8 +127,11 @@ def choice_reasons(**allowed: tuple[Any, tuple[Any, ...]]) -> list[str]:
 
 
 def geometry_reasons(problem: Problem, own: Geometry) -> list[str]:
-    """Why a kernel of this geometry cannot run the problem; empty: it can."""
-    if problem.geometry in (None, own):
+    """Why a kernel of this geometry cannot run the problem; empty: it can. Where nothing votes, the
+    lists of larger tiles of query rows are divided."""
+    given = problem.geometry or own
+    divides = problem.block_mask and not problem.vote and given.tile_m % own.tile_m == 0
+    if given == own or (divides and given.tile_n == own.tile_n):
         return []
     what = "visits the lists of a block mask" if problem.block_mask else "votes"
     return [f"it {what} on {own}, not on {problem.geometry}"]

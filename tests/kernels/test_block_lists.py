@@ -117,6 +117,21 @@ def check_group(grouped: Any, lists: Any, at: tuple[int, int, int]) -> None:
     assert (blocks[:visits].diff() < 0).all()
 
 
+@pytest.mark.parametrize("mask_mod", [documents, by_head])
+def test_lists_of_larger_tiles_are_divided(mask_mod: MaskMod) -> None:
+    """The same bits, and every visit of a tile for each of its parts."""
+    call = make_call(mask_of(mask_mod), causal=True)
+    whole, parts = group_lists(call, 1), group_lists(call, 2, rows=GEOMETRY.tile_m // 2)
+    assert torch.equal(parts.spans[..., 0], whole.spans[..., 0])
+    for at in (whole.codes[..., 0] != NONE).nonzero().tolist():
+        code, halves = int(whole.codes[(*at, 0)]), parts.codes[tuple(at)].tolist()
+        assert parts.blocks[tuple(at)] == whole.blocks[tuple(at)]
+        if code == ALL:
+            assert halves == [ALL, ALL]
+        else:
+            assert torch.equal(torch.cat([parts.bits[h] for h in halves]), whole.bits[code])
+
+
 def test_one_list_for_all_heads_with_a_mask_of_each() -> None:
     every = torch.arange(5, dtype=torch.int32).expand(1, 1, 5, 5).contiguous()
     counts = torch.full((1, 1, 5), 5, dtype=torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,15 +106,18 @@ def test_lists_are_made_for_the_tiles_of_a_thread_block(monkeypatch: pytest.Monk
         lambdas = torch.tensor([0.1])
         call = check_call(q, RaggedKV(q, q, ends), ends, spec, lambdas, None, None)
         launch.run(call, torch.empty_like(q), None)
-        assert started[-1].lists is group_lists(call, tiles)
+        assert started[-1].lists is group_lists(call, tiles, ROWS)
         assert started[-1].choices()["block_mask"]
 
 
 def test_which_lists_it_takes() -> None:
+    """Of its own tiles; where nothing votes, of larger ones too."""
     problem = Problem(128, 8, 2, "bfloat16", "cuda", (9, 0), block_mask=True)
     assert geometry_of(problem) == Geometry(64, 128)
     assert problem_reasons(problem) == []
-    (reason,) = problem_reasons(
-        Problem(128, 8, 2, "bfloat16", "cuda", (9, 0), block_mask=True, geometry=Geometry())
-    )
+    default = replace(problem, geometry=Geometry())
+    (reason,) = problem_reasons(default)
     assert reason == "it visits the lists of a block mask on 64 x 128, not on 128 x 128"
+    assert problem_reasons(replace(default, vote=False)) == []
+    other = replace(problem, vote=False, geometry=Geometry(128, 64))
+    assert problem_reasons(other) == [reason.replace("not on 128 x 128", "not on 128 x 64")]

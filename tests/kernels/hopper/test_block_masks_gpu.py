@@ -139,9 +139,13 @@ def test_one_call_from_mask_to_output() -> None:
     counters = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
     ours = masked_attention(q, k, v, mask, impl="blasst")
     kept_all = masked_attention(q, k, v, mask, options=Options(skip_lambda=0.0, counters=counters))
+    divided = masked_attention(
+        q, k, v, mask, impl="blasst", options=Options(geometry=Geometry(128, 128))
+    )
     eager = masked_attention(q.float(), k.float(), v.float(), mask, impl="eager")
     torch.testing.assert_close(ours.float(), eager, rtol=2e-2, atol=4e-3)
     torch.testing.assert_close(kept_all.float(), eager, rtol=2e-2, atol=4e-3)
+    assert torch.equal(divided, ours)
     visited = 8 * mask.lists(GEOMETRY).visited_blocks
     assert counters.sum(0).tolist() == [visited, 0]
 
