@@ -204,6 +204,14 @@ function showError(message) {
   $("error").hidden = !message;
 }
 
+function showCanary(canary) {
+  if (canary === null) return text("canary", "");
+  const rate = (value) => value === null ? "-" : percent(value);
+  const what = canary.breached ? "bound crossed" : canary.noisy ? "cannot judge" : "within bounds";
+  return text("canary", `canary: ${what}, agreement ${rate(canary.agreement)} over `
+    + `${canary.probes} probes, ${canary.steps} steps`, canary.breached ? "bad" : "");
+}
+
 function show(status) {
   const models = new Set([...status.front_ends, ...status.ranks].map((x) => x.model_name));
   text("models", [...models].filter(Boolean).join(", "));
@@ -214,6 +222,10 @@ function show(status) {
   text("unreadable", status.unreadable_pages ? `${status.unreadable_pages} statistics pages cannot `
     + "be read: damaged, or of another release" : "");
   text("refused", status.requests_rejected ? `${status.requests_rejected} requests refused` : "");
+  showCanary(status.canary);
+  const last = status.last_error;
+  text("last-error", last === null ? ""
+    : `last error ${new Date(last.time).toLocaleTimeString()}: ${last.message}`);
   showError(status.error);
   $("main").hidden = false;
 }

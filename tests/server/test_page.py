@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import time
@@ -9,7 +10,9 @@ import time
 import pytest
 
 from blasst.kernels.exchange.desired import FILE_NAME
+from blasst.kernels.exchange.schedule import Schedule
 from blasst.server.control import Wish
+from blasst.server.probe import Result
 from blasst.server.settings import Settings
 from blasst.server.sidecar import Sidecar
 
@@ -130,6 +133,47 @@ def test_pages_that_cannot_be_read_are_told(page, tmp_path):
     assert page.text("#unreadable") == ""
     (tmp_path / "stats" / "front-9.stats").write_bytes(b"OTHERFMT" + bytes(100))
     page.until("#unreadable", "1 statistics pages cannot be read")
+
+
+def test_a_schedule_and_the_last_error_are_shown(page, sidecar, fake_engine):
+    fake_engine().front(42)
+    steps = Schedule.parse("16k=off,64k=mag:7000,rest=mag:4500")
+    sidecar.control.set(Wish(steps), "*")
+    page.until("#threshold", "dense to 16384, MAG 7000 to 65536, MAG 4500 above")
+    assert page.text("#lambda") == "by length"
+    assert page.text("#canary") == page.text("#last-error") == ""
+    sidecar.control.tally.error("followed-file", "<b>the file</b> is refused")
+    page.until("#last-error", "<b>the file</b> is refused")
+
+
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        ([], "canary: within bounds, agreement - over 0 probes, 0 steps"),
+        ([Result(0.5, 1.0, 0.0, 9)], "canary: bound crossed, agreement 50% over 1 probes"),
+        ([Result(0.5, 0.5, 0.0, 9)], "canary: cannot judge, agreement 50% over 1 probes"),
+    ],
+)
+def test_the_canary_is_shown(browser, tmp_path, results, shown):
+    (tmp_path / "p").write_text('{"prompt": "x"}')
+    (tmp_path / "plan.toml").write_text('prompts = "p"\ninterval_s = 3600\n')
+    state = tmp_path / "state"
+    settings = Settings(
+        state, port=0, canary=tmp_path / "plan.toml", engine_url="http://127.0.0.1:1"
+    )
+    sidecar = Sidecar(settings)
+    sidecar.prepare(dead_pages_older_than_s=1e9)
+    breached = [r.agreement < 0.9 <= r.control for r in results] == [True]
+    body = {"schema_version": 1, "breached": breached, "generation": 0}
+    text = json.dumps({**body, "results": [vars(r) for r in results]})
+    (state / "canary.json").write_text(text)
+    sidecar.start()
+    try:
+        page = Page(browser, sidecar.url)
+        page.until("#canary", shown)
+        assert page.script_errors() == []
+    finally:
+        sidecar.stop()
 
 
 def test_the_form_sets_the_threshold_and_convergence_follows(page, fake_engine, sidecar):
