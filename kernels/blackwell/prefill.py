@@ -334,7 +334,7 @@ class BlackwellPrefill:
             visits,
             leads,
             shared.kept,
-            None if listed is None else listed.codes_ahead(1, 1),
+            listed.codes_ahead(1, 1) if config.block_mask and listed is not None else None,
             trace,
         )
 

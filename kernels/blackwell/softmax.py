@@ -148,7 +148,7 @@ class Softmax:
             tmem.load(parts[None, part], self.scores + part * width)
         tmem.wait_loads()
         self.release_scores(i)
-        if cutlass.const_expr(words is not None):
+        if cutlass.const_expr(masked and self.config.block_mask):
             hide(scores, words)
         elif cutlass.const_expr(masked):
             self.mask(scores, (self.visits - 1 - i) * tile_n)

@@ -74,7 +74,7 @@ def load_blocks(
         mask = Int16((1 << ring.peers) - 1)
     page, next_n = Int32(0), tile.n_blocks - 1
     listed: Any = None
-    if cutlass.const_expr(visits is not None):
+    if cutlass.const_expr(config.block_mask):
         # The pages of the next visit are read now, so its block is known since the last one.
         listed = visits.blocks_ahead(2)
         listed.start()
@@ -84,7 +84,7 @@ def load_blocks(
     for visit in cutlass.range(tile.n_blocks, unroll=1):
         n = tile.n_blocks - 1 - visit
         next_n = n - 1
-        if cutlass.const_expr(visits is not None):
+        if cutlass.const_expr(config.block_mask):
             n, next_n = listed.entry(0), listed.entry(1)
         next_page = Int32(0)
         if cutlass.const_expr(pages is not None):
@@ -107,7 +107,7 @@ def load_blocks(
                 copy_from_page(config, source, (from_page, valid), target, barrier, mask)
         trace.mark(Step.LOAD, visit)
         page = next_page
-        if cutlass.const_expr(visits is not None):
+        if cutlass.const_expr(config.block_mask):
             listed.advance(visit)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import blasst.kernels
 from blasst.kernels.blackwell.config import CROSS, Config
-from blasst.kernels.blackwell.proof import DENSE, VOTING
+from blasst.kernels.blackwell.proof import DENSE, MASKED, VOTING
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
 from blasst.kernels.blackwell.edges import EDGES
@@ -24,14 +24,18 @@ ROOT = Path(__file__).parents[3]
 KERNELS = Path(blasst.kernels.__file__).parent
 
 
+VOTE_WORDS = ("send_vote", "barrier_cta_red", "config.vote", "config.count", "atomic_add")
+MASK_WORDS = ("visit_listed", "visits_at", "codes_ahead", "hide(", "config.block_mask")
+
+
 def artifact(config: Config) -> Artifact:
     return build(blackwell.subject(config).recipe)
 
 
 @pytest.mark.parametrize(
     "config",
-    [VOTING, DENSE, replace(VOTING, cross_p=False)],
-    ids=["vote", "dense", "own P"],
+    [VOTING, DENSE, replace(VOTING, cross_p=False), MASKED],
+    ids=["vote", "dense", "own P", "masks"],
 )
 def test_nothing_spills_and_every_product_is_there(config: Config) -> None:
     found = witness(artifact(config))
@@ -79,13 +83,13 @@ def test_the_assembler_keeps_to_the_store_schedule(buffered: tuple[int, int] | N
 
 
 def test_without_blasst_in_the_source_the_build_is_the_same(tmp_path: Path) -> None:
-    """All that a vote needs is cut out of a copy of the source, functions included."""
+    """All that a vote or a block mask needs is cut out of a copy of the source, functions too."""
     folders = {f"blasst.kernels.{name}": KERNELS / name for name in ("blackwell", "cute")}
-    options = {"vote": False, "count": False, "trace": False}
+    options = {"vote": False, "count": False, "trace": False, "block_mask": False}
     entries = ("compile_prefill", "compile_kernel", "prefill", "run", "main")
     copies = ablate(folders, tmp_path / "source", options, entries)
     text = "".join(p.read_text() for c in copies.values() for p in c.glob("*.py"))
-    for word in ("send_vote", "barrier_cta_red", "config.vote", "config.count", "atomic_add"):
+    for word in (*VOTE_WORDS, *MASK_WORDS):
         assert word in "".join(p.read_text() for f in folders.values() for p in f.glob("*.py"))
         assert word not in text, word
     recipe = blackwell.subject(DENSE, lines=False).recipe
