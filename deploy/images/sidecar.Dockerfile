@@ -5,7 +5,7 @@ WORKDIR /src
 COPY . .
 ENV PYTHONSAFEPATH=1
 RUN python -m venv /opt/blasst \
-    && /opt/blasst/bin/pip install --no-cache-dir -c deploy/cpu/lock.txt '.[server]'
+    && /opt/blasst/bin/pip install --no-cache-dir -c deploy/cpu/lock.txt '.[server,traces]'
 
 FROM python:3.12-slim
 COPY --from=build /opt/blasst /opt/blasst
