@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +60,15 @@ def start(inputs: Inputs) -> torch.Tensor:
     return inputs.start(config_reasons(config), lambda: _compiled(config))
 
 
+@functools.cache
 def _compiled(config: Config) -> Any:
+    from blasst.kernels.cute.cache import kept
     from blasst.kernels.hopper.compile import compile_prefill
 
-    return compile_prefill(config)
+    compiled = functools.partial(compile_prefill, config)
+    # What an engine runs is kept on disk; the others' arguments are more than flat tensors.
+    plain = not (config.trace or config.block_mask)
+    return kept("hopper", config, compiled) if plain else compiled()
 
 
 def config_for(

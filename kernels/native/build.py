@@ -116,14 +116,12 @@ def native_flag() -> str:
     return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 
 
-def cache_folder() -> Path:
+def cache_folder(kind: str = "native") -> Path:
     """Made when missing; refused where another user could put a library. BuildError."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     try:
         # The specification of XDG_CACHE_HOME ignores relative paths.
-        folder = (
-            (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "blasst" / "native"
-        )
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "blasst" / kind
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except (OSError, RuntimeError) as e:
