@@ -119,7 +119,8 @@ def _make_map(call: Call) -> _Map:
         code[tuple(where.unbind(1))] = index
         made += where.shape[0]
         bits += list(_bits(call, request, where))
-    packed = torch.cat(bits) if bits else codes.new_zeros(1, tile_m, tile_n // WORD)
+    # Never empty: a kernel may read the first block's where it needs none.
+    packed = torch.cat(bits) if made else codes.new_zeros(1, tile_m, tile_n // WORD)
     return _Map(codes, packed)
 
 

@@ -117,6 +117,18 @@ def check_group(grouped: Any, lists: Any, at: tuple[int, int, int]) -> None:
     assert (blocks[:visits].diff() < 0).all()
 
 
+def test_there_is_always_a_block_of_bits() -> None:
+    """Kernels read the first one's where they need none, without a branch."""
+    seqlens = ((32, 64),)
+    everything = block_mask_from(
+        lambda b, h, q, k: (q >= 0) & (k >= 0), seqlens=seqlens, num_heads=1, geometry=GEOMETRY
+    )
+    call = make_call(everything, causal=False, seqlens=seqlens)
+    for bits in (block_lists(call).bits, group_lists(call, 2, rows=8).bits):
+        assert bits.shape[0] >= 1
+        assert bits.data_ptr() != 0
+
+
 @pytest.mark.parametrize("mask_mod", [documents, by_head])
 def test_lists_of_larger_tiles_are_divided(mask_mod: MaskMod) -> None:
     """The same bits, and every visit of a tile for each of its parts."""
