@@ -39,9 +39,11 @@ def bench(config: Config) -> Workbench:
     return Workbench(hopper.subject(config))
 
 
-def run(config: Config, mask: str, seed: int = 0, **shape: Any) -> tuple[str, list[int]]:
+def run(
+    config: Config, mask: str, seed: int = 0, seqlens: Any = SEQLENS, **shape: Any
+) -> tuple[str, list[int]]:
     """(digest of the outputs, counts visited and skipped), after the comparison."""
-    case = hopper.case(config, Shape(SEQLENS, mask=mask, **shape))
+    case = hopper.case(config, Shape(seqlens, mask=mask, **shape))
     verdict = bench(config).run(case, seed=seed)
     assert verdict.ok, "\n".join(verdict.describe())
     counters = case.outputs.get("counters")
@@ -56,6 +58,16 @@ def test_equals_the_oracle(mask: str) -> None:
     _, (visited, skipped) = run(VOTING, mask)
     assert visited > 0
     assert (skipped > 0) == (mask in SKIPS)
+
+
+def test_a_tile_that_visits_nothing_lets_the_blocks_of_others_pass() -> None:
+    """More of them than there are stages: the producer waits for both tiles."""
+    seqlens = ((704, 768),)  # the second tile is the first blind one
+    call_mask = block_mask("blind tiles", seqlens, 1, Geometry(ROWS, 128))
+    visits = (call_mask.partial_counts + call_mask.full_counts)[0, 0, :2].tolist()
+    assert visits[0] > VOTING.value_stages
+    assert visits[1] == 0
+    run(VOTING, "blind tiles", seqlens=seqlens, num_heads=1)
 
 
 def test_every_schedule_gives_the_same_bits() -> None:
