@@ -181,6 +181,23 @@ def test_a_call_hands_over_the_lists_of_its_tiles(monkeypatch: pytest.MonkeyPatc
     assert lists.bits.shape[1:] == (ROWS, MASKED.tile_n // WORD)
 
 
+def test_without_a_vote_larger_tiles_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FA4's lists are of 256 rows."""
+    handed: list[Any] = []
+    monkeypatch.setattr(launch, "_compiled", lambda config: lambda *given: handed.extend(given))
+    large = Geometry(2 * ROWS, MASKED.tile_n)
+    q = torch.zeros(300, 2, 64, dtype=torch.bfloat16)
+    ends, kv = cumulative([300]), RaggedKV(q, q, cumulative([300]))
+    mask = block_mask("causal & document", ((300, 300),), 2, large)
+    call = check_call(q, kv, ends, AttentionSpec(None, False, mask, large), None, None, None)
+    assert launch.problem_reasons(replace(call.problem, capability=(10, 0))) == []
+    launch.run(call, torch.empty_like(q), None)
+    lists = next(a for a in handed if isinstance(a, tuple))
+    # Rows 0 to 255 visit blocks 1 and 0; rows 256 to 299 blocks 2 and 1, and no row is left.
+    assert lists.spans[0, 0].tolist() == [[2, 0, 2, 0, 2], [2, 0, 2, 0, 2]]
+    assert lists.bits.shape[1:] == (ROWS, MASKED.tile_n // WORD)
+
+
 def test_masks_are_no_reason_against_it() -> None:
     problem = Problem(
         128, 8, 2, "bfloat16", "cuda", (10, 0), 16, block_mask=True, geometry=GEOMETRY
