@@ -99,7 +99,8 @@ def _check_engine_config(stock: Method) -> Method:
         with startup.known_to_vllm():
             config = stock(self, *args, **kwargs)
         if selected(config):
-            startup.prepare(config)
+            with startup.one_line():
+                startup.prepare(config)
         else:
             startup.prepare_other(config)
         return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +16,39 @@ from blasst.kernels.exchange.schedule import Threshold
 from blasst.plugin.capability import model_reasons
 from blasst.plugin.log import logger
 from blasst.plugin.registration import NAME, PATH
-from blasst.plugin.settings import AUTO, IMPL, NAMES, PRIVATE_STATS_DIR, STRICT, Settings
+from blasst.plugin.settings import (
+    AUTO,
+    IMPL,
+    NAMES,
+    PRIVATE_STATS_DIR,
+    STRICT,
+    Settings,
+    SettingsError,
+)
 from blasst.plugin.versions import unsupported_reason
 
 
 class StartupError(ValueError):
     """The engine cannot start with this backend; the message says why and what to change."""
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Should nobody catch a refusal that is raised here, the process ends with its message alone:
+    vLLM's frames say nothing about a bad setting."""
+    try:
+        yield
+    except (StartupError, SettingsError):
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if isinstance(error, StartupError | SettingsError):
+                print(f"blasst: error: {error}", file=sys.stderr)
+            else:
+                before(kind, error, trace)
+
+        sys.excepthook = hook
+        raise
 
 
 @contextmanager

@@ -223,4 +223,7 @@ def test_a_bad_setting_ends_the_start_with_one_clear_line(
     )
     assert done.returncode != 0
     last = [line for line in done.stdout.splitlines() if line.strip()][-1]
-    assert "VLLM_BLASST_MAG: mag 'lots' is not a number; give one such as 2500" in last
+    assert last.startswith(
+        "blasst: error: VLLM_BLASST_MAG: mag 'lots' is not a number; give one such as 2500"
+    )
+    assert "Traceback" not in done.stdout
