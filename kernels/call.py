@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -281,6 +282,23 @@ def _block_mask_reasons(
                 f"block_mask {kind} counts have shape {_shape(counts)}, the call needs "
                 f"[{len(requests)} or 1, {num_heads} or 1, at least {m_blocks}]"
             )
+    yield from _value_reasons(mask)
+
+
+_CHECKED: WeakKeyDictionary[BlockMask, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def _value_reasons(mask: BlockMask) -> tuple[str, ...]:
+    """Of the numbers in the lists, which are read once: reading them waits for the device."""
+    if mask not in _CHECKED:
+        _CHECKED[mask] = tuple(_list_value_reasons(mask))
+    return _CHECKED[mask]
+
+
+def _list_value_reasons(mask: BlockMask) -> Iterator[str]:
+    for kind, counts, indices in _lists(mask):
+        if counts.dim() != 3 or indices.dim() != 4 or indices.shape[:3] != counts.shape:
+            continue  # said before
         if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= indices.shape[3]:
             yield f"block_mask {kind} counts must lie in 0..{indices.shape[3]}"
         elif indices.numel() and bool(((indices < 0) & _listed(counts, indices)).any()):

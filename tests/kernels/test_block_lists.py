@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blasst.kernels import block_lists as module
+from blasst.kernels import call as call_module
 from blasst.kernels.api import prefill_attention
 from blasst.kernels.block_lists import ALL, NONE, block_lists, group_lists
 from blasst.kernels.call import Call, check_call
@@ -173,6 +174,15 @@ def test_lists_are_made_once_for_a_mask_and_its_lengths() -> None:
     made = asked
     block_lists(make_call(mask, causal=True, seqlens=((70, 150), (0, 0), (39, 33))))
     assert asked > made
+
+
+def test_the_numbers_in_the_lists_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[BlockMask] = []
+    monkeypatch.setattr(call_module, "_list_value_reasons", lambda mask: read.append(mask) or ())
+    mask = mask_of(documents)
+    for _ in range(3):
+        make_call(mask, causal=True)
+    assert read == [mask]
 
 
 def test_lists_go_with_their_mask_and_are_bounded() -> None:
