@@ -13,6 +13,7 @@ from blasst.kernels.exchange.layout import (
     LAMBDA_CLASSES,
     LENGTH_CLASSES,
     RANK,
+    RETIRED,
     TTFT_BUCKETS_S,
 )
 from blasst.kernels.exchange.pages import (
@@ -194,7 +195,7 @@ def front_end_views(pages: Iterable[StatsPage]) -> list[models.FrontEndView]:
             age_s=_age(page.updated_at),
         )
         for page in pages
-        if page.kind == FRONT
+        if page.kind == FRONT and RETIRED not in page.labels
     ]
 
 

@@ -83,7 +83,7 @@ class Sidecar:
                 settings.follow, self.control, keep_raised=settings.canary is not None
             )
         remove_dead(settings.stats_dir, dead_pages_older_than_s)
-        self._sweeper = Sweeper(settings.stats_dir)
+        self._sweeper = Sweeper(self._collector.cache)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,

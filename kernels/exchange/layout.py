@@ -18,6 +18,9 @@ FRONT = "front"
 """Page of one vLLM front end; labels pid, model_name, vllm_version, and min_context: its own
 setting, prompt tokens below which it is dense where the deployment's state does not say."""
 
+RETIRED = "retired"
+"""Label, and beginning of the name, of a page that adds up those of processes that are gone."""
+
 LAMBDA_CLASSES = (
     "dense",
     "lambda_0",

@@ -23,6 +23,7 @@ from blasst.kernels.exchange.layout import (
     RANK,
     RANK_COUNTERS,
     REQUEST_REASONS,
+    RETIRED,
     TTFT_BUCKETS_S,
     front_fields,
     tiles_of,
@@ -112,7 +113,8 @@ class ModelTotals:
 class CachedPages:
     """Thread-safe: however many callers, the files are read at most once in `max_age_s`.
 
-    unreadable: how many files of the last reading were damaged or of another release.
+    unreadable: how many files of the last reading were damaged or of another release. lock: held
+    while files are read; hold it to change several of them as one.
     """
 
     def __init__(
@@ -124,14 +126,14 @@ class CachedPages:
         self.folder = folder
         self._max_age_s = max_age_s
         self._clock = clock
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._read_at: float | None = None
         self._pages: tuple[StatsPage, ...] = ()
         self.unreadable = 0
 
     def pages(self) -> tuple[StatsPage, ...]:
         """Pages of a layout that this release knows; a missing or closed folder gives none."""
-        with self._lock:
+        with self.lock:
             now = self._clock()
             if self._read_at is None or now - self._read_at >= self._max_age_s:
                 self._pages, self.unreadable = _read(self.folder)
@@ -149,7 +151,7 @@ def rank_totals(pages: Iterable[StatsPage]) -> list[RankTotals]:
         key = (labels.get("model_name", ""), labels.get("engine", "0"), labels.get("rank", "0"))
         total = totals.setdefault(key, RankTotals(*key))
         total.alive |= page.alive
-        if page.updated_at >= total.updated_at:
+        if page.updated_at >= total.updated_at and RETIRED not in labels:
             _take_state(total, page)
         _add_tiles(total, page)
         for name in RANK_COUNTERS:
@@ -183,14 +185,15 @@ def _read(folder: Path) -> tuple[tuple[StatsPage, ...], int]:
             except StatsError:
                 unreadable += 1
                 continue
-            if _known(page):
+            if known(page):
                 pages.append(page)
             else:
                 unreadable += 1
     return tuple(pages), unreadable
 
 
-def _known(page: StatsPage) -> bool:
+def known(page: StatsPage) -> bool:
+    """Of a layout that this release adds up."""
     fields = frozenset(page.fields)
     if len({f.name for f in fields}) != len(page.fields):
         return False

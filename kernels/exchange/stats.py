@@ -227,11 +227,14 @@ def iter_stats(folder: Path, kind: str | None = None) -> Iterator[StatsPage]:
                 yield page
 
 
-def remove_dead(folder: Path, older_than_s: float) -> list[str]:
-    """Delete files whose writer is gone and that are older than this; the names deleted."""
+def remove_dead(folder: Path, older_than_s: float, keep: str | None = None) -> list[str]:
+    """Delete files whose writer is gone and that are older than this; the names deleted. keep: how
+    the names of those begin that stay."""
     removed = []
     now = time.time()
     for name in stats_names(folder):
+        if keep is not None and name.startswith(keep):
+            continue
         path = folder / name
         with contextlib.suppress(StatsError, OSError):
             try:

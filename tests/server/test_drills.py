@@ -275,6 +275,7 @@ def test_1000_worker_restarts_and_odd_names_add_no_series(tmp_path, fake_engine,
     """Pages of dead workers add up in the series of their rank; a name cannot break the text."""
     from blasst.kernels.exchange.prometheus import PagesCollector
     from blasst.server.metrics import MetricsPage
+    from blasst.server.sweep import Sweeper
 
     engine = fake_engine()
     engine.model = 'a"}\n{x="1\\'
@@ -291,7 +292,20 @@ def test_1000_worker_restarts_and_odd_names_add_no_series(tmp_path, fake_engine,
     assert len(re.findall(rb"^blasst_", text, re.M)) == before
     assert f'state="dead"}} {RESTARTS}'.encode() in text
     assert b'\n{x="1' not in text
-    report(restarts=RESTARTS, series=before, scrape_cpu_ms=round(1000 * seconds))
+    collector = PagesCollector(tmp_path / "stats", max_age_s=0)
+    assert Sweeper(collector.cache, older_than_s=0.0).sweep() == RESTARTS
+    began = time.process_time()
+    swept = MetricsPage(collector, {}, 0).text()
+    seconds_swept = time.process_time() - began
+    tiles = rb"^blasst_tiles_visited_total.*$"
+    assert re.findall(tiles, swept, re.M) == re.findall(tiles, text, re.M)
+    assert len(list((tmp_path / "stats").iterdir())) == 2
+    report(
+        restarts=RESTARTS,
+        series=before,
+        scrape_cpu_ms=round(1000 * seconds),
+        swept_scrape_cpu_ms=round(1000 * seconds_swept),
+    )
 
 
 async def scrape(address):
