@@ -24,7 +24,7 @@ from blasst.plugin.stamp import Stamp, stamped
 from blasst.server.audit import AuditLog
 
 DAY_S = 86_400
-JUMPS_S = (365 * DAY_S, -365 * DAY_S, 0, -3600, 3600, -20 * 365 * DAY_S, 0, 30 * DAY_S, -DAY_S, 0)
+JUMPS_S = (365 * DAY_S, -365 * DAY_S, 3600, -20 * 365 * DAY_S, -DAY_S, 0)
 CALLS = 40
 
 
