@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             result = _run(args, folder)
-        except (TimeoutError, RuntimeError, OSError) as e:
+        except (TimeoutError, RuntimeError, OSError, ValueError) as e:
             print(f"drills: {e}", file=sys.stderr)
             return 2
     return _report(result)
@@ -108,6 +108,8 @@ def _say(text: str) -> None:
 
 
 def _run(args: argparse.Namespace, folder: Path) -> Result:
+    if not (args.model / "config.json").is_file():
+        raise ValueError(f"--model {args.model} has no config.json; name the folder of a model")
     common: dict[str, Any] = {
         "model": args.model,
         "folder": folder,

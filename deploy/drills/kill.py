@@ -47,6 +47,11 @@ class Plan:
     seed: int = 1
     options: tuple[str, ...] = ("--max-model-len", "2048")
 
+    def __post_init__(self) -> None:
+        kills = self.sidecar_kills + len(self.engine_kills)
+        if kills >= self.changes:
+            raise ValueError(f"{kills} kills need more than {self.changes} changes to fall on")
+
 
 def run(plan: Plan, say: Any = print) -> Result:
     """Raises TimeoutError where a process does not come up, RuntimeError where the drill itself
