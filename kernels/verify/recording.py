@@ -98,6 +98,13 @@ class Recording:
             (folder / f"kernel.{suffix}").write_bytes(data.tobytes())
         return Artifact(folder)
 
+    def of_mantissas(self, opcode: str) -> Array:
+        """Results of an instruction for the first MANTISSAS of its arguments."""
+        values = arguments_of(opcode)[:MANTISSAS].numpy()
+        off = self.values[f"functions/{opcode}"][:MANTISSAS]
+        found: Array = (exact(opcode, values).view(np.int32) + off).view(np.float32)
+        return found
+
     def case(self, problem: str) -> Case:
         """With the inputs that were used."""
         case = PROBLEMS[problem].case()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from blasst.kernels.verify import numerics
 from blasst.kernels.verify.operands import DONE, Effect, Mask, Operands, uniform
 from blasst.kernels.verify.parse import Instruction
 from blasst.kernels.verify.products import DEPTH, numbers, smem_tile
@@ -52,16 +53,17 @@ class WarpProduct:
             a = a_tile.load(shared, self.bf16)
             # Which warp's hardware reads which rows is not specified: for races, all read all.
             tiles.append(smem_tile(self.a_descriptor, 64, self.transposed[0], "wgmma"))
-        result = a @ b_tile.load(shared, self.bf16).T
         if block.races is not None:
             block.races.warp_product(self, tiles)
-        # [16, n] -> register (n / 8, row half, column of 2), lane (row, column pair)
-        split = result.reshape(2, 8, self.n // 8, 4, 2)
-        values = split.transpose(2, 0, 4, 1, 3).reshape(self.n // 2, 32)
+        # [16, n] <-> register (n / 8, row half, column of 2), lane (row, column pair)
         target = registers.view(np.float32)
+        before = None
         if self.accumulate:
-            values = values + target[self.d]
-        target[self.d] = values
+            split = target[self.d].reshape(self.n // 8, 2, 2, 8, 4)
+            before = split.transpose(1, 3, 0, 4, 2).reshape(ROWS, self.n)
+        result = numerics.product(a, b_tile.load(shared, self.bf16), before)
+        split = result.reshape(2, 8, self.n // 8, 4, 2)
+        target[self.d] = split.transpose(2, 0, 4, 1, 3).reshape(self.n // 2, 32)
         self.done = True
         block.products += 1
 
