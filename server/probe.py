@@ -172,7 +172,7 @@ def _read_answer(answer: Mapping[str, Any]) -> Answer:
         )
     positions = []
     for token, logprob, top in rows:
-        values = {str(key): float(value) for key, value in top.items()}
+        values = {str(key): float(value) for key, value in (top or {}).items()}
         if not math.isfinite(float(logprob)):
             raise ValueError(f"ln p of {token} is {logprob}")
         positions.append(Position(str(token), float(logprob), values))

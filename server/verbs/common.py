@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from blasst.kernels.exchange.schedule import Schedule, Threshold
 from blasst.kernels.threshold import SkipThreshold, Unit
 from blasst.server.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 
@@ -19,18 +20,28 @@ _UNIT_OPTIONS: tuple[tuple[Unit, str, str, str], ...] = (
 def add_threshold_options(
     parser: argparse.ArgumentParser, *, off: bool = False, required: bool = False
 ) -> argparse._MutuallyExclusiveGroup:
-    """--mag, --skip-lambda, --scale, and --off where dense can be asked for; their group."""
+    """--mag, --skip-lambda, --scale, --schedule, and --off where dense can be asked for; their
+    group."""
     group = parser.add_mutually_exclusive_group(required=required)
     for _, option, metavar, text in _UNIT_OPTIONS:
         # Text here, a number in `threshold_of`: its errors name the rule and the remedy.
         group.add_argument(option, metavar=metavar, help=text)
+    group.add_argument(
+        "--schedule",
+        metavar="STEPS",
+        help="a threshold for each class of prompt length: TOKENS=off or TOKENS=UNIT:VALUE, UNIT "
+        "mag, lambda or scale, the last TOKENS being `rest`, such as "
+        "16k=off,64k=mag:7000,rest=mag:4500",
+    )
     if off:
         group.add_argument("--off", action="store_true", help="dense attention, skip nothing")
     return group
 
 
-def threshold_of(args: argparse.Namespace) -> SkipThreshold | None:
+def threshold_of(args: argparse.Namespace) -> Threshold | None:
     """The threshold given, None if none was. Raises ThresholdError."""
+    if args.schedule is not None:
+        return Schedule.parse(args.schedule)
     for unit, option, _, _ in _UNIT_OPTIONS:
         value = getattr(args, option[2:].replace("-", "_"))
         if value is not None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blasst.kernels.exchange.desired import DENSE, MIN_CONTEXT_MAX, DesiredStateError
-from blasst.kernels.threshold import SkipThreshold, ThresholdError
+from blasst.kernels.exchange.schedule import Threshold
+from blasst.kernels.threshold import ThresholdError
 from blasst.server.cli import fail
 from blasst.server.settings import Settings, SettingsError, default_state_dir
 from blasst.server.verbs import vllm_options
@@ -41,7 +42,7 @@ Child = tuple[list[str], dict[str, str], float]
 class Given:
     """What the command line says about the threshold. min_context: whether it was given."""
 
-    threshold: SkipThreshold | None
+    threshold: Threshold | None
     min_context: bool
 
 

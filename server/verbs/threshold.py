@@ -44,14 +44,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="share of the tiles to skip, 0 <= R < 1, through a calibration preset of the sidecar",
     )
-    units.add_argument(
-        "--schedule",
-        type=_schedule,
-        metavar="STEPS",
-        help="a threshold for each class of prompt length: TOKENS=off or TOKENS=UNIT:VALUE, UNIT "
-        "mag, lambda or scale, the last TOKENS being `rest`, such as "
-        "16k=off,64k=mag:7000,rest=mag:4500",
-    )
     change.add_argument(
         "--preset", default="", metavar="NAME", help="that preset (default: the one that fits)"
     )
@@ -130,7 +122,7 @@ def _set(client: ThresholdClient, args: argparse.Namespace) -> int:
     rate = args.target_skip_rate
     if args.preset and rate is None:
         raise SettingsError("--preset goes with --target-skip-rate only")
-    threshold: Threshold | Target | None = args.schedule or threshold_of(args)
+    threshold: Threshold | Target | None = threshold_of(args)
     if rate is not None:
         threshold = Target(rate, args.preset)
     if_match = "*" if args.force else f'"{client.get()["generation"]}"'
@@ -190,13 +182,6 @@ def _followers(state: dict[str, Any]) -> tuple[int, int]:
     """How many of the running front ends have read this generation; how many run."""
     live = [f for f in state["front_ends"] if f["alive"]]
     return sum(f["generation_read"] == state["generation"] for f in live), len(live)
-
-
-def _schedule(text: str) -> Schedule:
-    try:
-        return Schedule.parse(text)
-    except ThresholdError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def _no_unit(text: str) -> NoReturn:

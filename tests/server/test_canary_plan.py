@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blasst.server.canary_plan import Bounds, load_plan, load_prompts
-from blasst.server.probe import Answer, Endpoint, Position, ProbeError, compare
+from blasst.server.probe import Answer, Endpoint, Position, ProbeError, _read_answer, compare
 from blasst.server.settings import SettingsError
 
 
@@ -22,6 +22,19 @@ def test_comparison():
     assert other.nll_increase == pytest.approx(2.0), "at least as far as the least likely shown"
     with pytest.raises(ProbeError, match="empty"):
         compare(Answer((), 7), dense, ())
+
+
+def test_what_vllm_answers_is_read_and_what_it_does_not_is_refused():
+    def answer(top):
+        found = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [top]}
+        return {"choices": [{"logprobs": found}], "usage": {"prompt_tokens": 3}}
+
+    assert _read_answer(answer({"a": -1.0})).positions == (Position("a", -1.0, {"a": -1.0}),)
+    assert _read_answer(answer(None)).positions == (Position("a", -1.0, {}),)
+    broken = answer({})
+    broken["choices"][0]["logprobs"]["token_logprobs"] = [float("nan")]
+    with pytest.raises(ValueError, match="ln p of a is nan"):
+        _read_answer(broken)
 
 
 @pytest.mark.parametrize(

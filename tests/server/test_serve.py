@@ -195,6 +195,8 @@ def test_what_is_in_force_is_said_at_the_start(serve, tmp_path):
     assert "blasst threshold set --mag N --force" in out
     for _ in range(2):
         assert "threshold scale 500, generation 2\n" in run_once(serve, "--scale", 500)
+    out = run_once(serve, "--schedule", "16k=off,rest=mag:4500")
+    assert "threshold dense to 16384 tokens, mag 4500 above, generation 3\n" in out
 
 
 def test_what_the_canary_made_of_the_given_threshold_outlives_a_restart(serve, tmp_path):
@@ -394,6 +396,10 @@ def test_a_refused_start_leaves_no_folder_behind(refuse, tmp_path, port, taken):
         (("--mag", "1e9"), "outside"),
         (("--skip-lambda", "1"), "outside 0 <= lambda < 1"),
         (("--mag", "1", "--scale", "1"), "not allowed with"),
+        (("--schedule", "16k=off"), "longer prompts would have none"),
+        (("--canary", "/nonexistent"), "--canary /nonexistent cannot be read"),
+        (("--otlp-endpoint", "collector"), "must look like http"),
+        (("--vllm-metrics", "--uds", "/x"), "give --engine-url"),
         (("--attention-backend", "FLASH_ATTN"), "conflicts"),
         (("--attention_backend=TRITON_ATTN",), "conflicts"),
         (("--attention-config", '{"backend": "FLASH_ATTN"}'), "conflicts"),
