@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from blasst.kernels.types import Geometry
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-PLANTS = {"memcheck": "counters", "initcheck": "lambda"}
-"""What is planted: counters of one kv head where the kernel adds to those of two, a lambda that
-nothing wrote. Races and wrong barriers are planted under `blasst verify`, which reads mbarriers."""
+PLANTS = {"memcheck": "rows", "initcheck": "lambda"}
+"""What is planted: more query rows than there are, a lambda that nothing wrote. Races and wrong barriers are planted under `blasst verify`, which reads mbarriers."""
 IMPLS = ("hopper", "triton")
 EVERYTHING = "everything"
 RAN = "every problem ran"
 TIMEOUT_S = 300
+QUIET = {"memcheck": ("--report-api-errors", "no")}
+"""Libraries ask the driver for what it may not have, and take its error for an answer."""
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
@@ -82,14 +83,15 @@ def run_under(tool: str, impl: str, plant: str | None, sanitizer: str) -> Run:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
-            [sanitizer, "--tool", tool, "--print-limit", "3", *program],
+            [sanitizer, "--tool", tool, *QUIET.get(tool, ()), "--print-limit", "3", *program],
             capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Run(tool, plant, None, f"no end within {TIMEOUT_S} s")
     text = done.stdout + done.stderr
-    told = [line.strip(" =") for line in text.splitlines() if line.strip(" =")]
-    return Run(tool, plant, errors_found(text), " | ".join(told[-3:]))
+    told = [line.strip(" =") for line in text.splitlines() if line.startswith("=====")]
+    told = [line for line in told if line and not line.startswith(("COMPUTE-SAN", "Host Frame"))]
+    return Run(tool, plant, errors_found(text), " | ".join(told[:8] or text.split("\n")[-3:]))
 
 
 def run_problems(impl: str, plant: str) -> None:
@@ -139,8 +141,8 @@ def _run(case: Case, impl: str, plant: str) -> None:
     call = call.voting(own_geometry(call.problem, chosen))
     if plant == "lambda":
         call = replace(call, skip_lambda=torch.empty(len(case.seqlens), device="cuda"))
-    if plant == "counters":
-        counters = torch.zeros(1, 2, dtype=torch.int64).cuda()
+    if plant == "rows":
+        call = replace(call, cu_seqlens_q=ends + torch.tensor([0, 0, 0, 64]).int().cuda())
     implementation(chosen)(call, torch.empty_like(call.q), counters)
 
 

@@ -45,7 +45,7 @@ def test_planted_faults_must_be_caught(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("as it should be") == 6
     blind = fake(tmp_path, f"*) {summary(0)}")
     assert sanitize.main(["--sanitizer", blind, "--tool", "memcheck"]) == 1
-    assert "planted: counters: 0 found, WRONG" in capsys.readouterr().out
+    assert "planted: rows: 0 found, WRONG" in capsys.readouterr().out
 
 
 def test_a_missing_tool_is_said(capsys: pytest.CaptureFixture[str]) -> None:
