@@ -18,7 +18,8 @@ from blasst.kernels.types import Geometry
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 PLANTS = {"memcheck": "rows", "initcheck": "lambda"}
-"""What is planted: more query rows than there are, a lambda that nothing wrote. Races and wrong barriers are planted under `blasst verify`, which reads mbarriers."""
+"""What is planted: more query rows than there are, a lambda that nothing wrote. Races and wrong
+barriers are planted under `blasst verify`, which reads mbarriers."""
 IMPLS = ("hopper", "triton")
 EVERYTHING = "everything"
 RAN = "every problem ran"
@@ -70,9 +71,9 @@ class Run:
 
 
 def errors_found(text: str) -> int | None:
-    """What compute-sanitizer counted; None: no verdict, or not every problem ran."""
+    """What compute-sanitizer counted; None: no verdict, or none found and not every problem ran."""
     counts = [int(a or b) for a, b in _SUMMARY.findall(text)]
-    return max(counts) if counts and RAN in text else None
+    return max(counts) if counts and (RAN in text or max(counts) > 0) else None
 
 
 def run_under(tool: str, impl: str, plant: str | None, sanitizer: str) -> Run:
