@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 from blasst.deploy.drills.history import Lambda, Seen, Write
 from blasst.kernels.exchange.desired import DesiredReader, DesiredState
-from blasst.kernels.exchange.layout import FRONT, RANK
+from blasst.kernels.exchange.layout import FRONT
 from blasst.kernels.exchange.stats import iter_stats
 from blasst.kernels.threshold import SkipThreshold
 
@@ -22,16 +23,29 @@ _TIMEOUT_S = 10.0
 _FILE_EVERY_S = 0.005
 _API_EVERY_S = 0.25
 _PAGES_EVERY_S = 0.5
+_COUNTERS_EVERY_S = 1.5
 
 
 def call(port: int, method: str, path: str = PATH, body: Any = None) -> tuple[int, Any]:
     """(status, JSON). Raises OSError or HTTPException when nobody answers."""
+    data = json.dumps(body).encode() if body is not None else None
+    status, content = _exchange(port, method, path, data)
+    return status, json.loads(content)
+
+
+def metric(port: int, name: str) -> float:
+    """The sum of all series of this name. Raises OSError or HTTPException when nobody answers."""
+    text = _exchange(port, "GET", "/metrics", None)[1].decode()
+    return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.M)))
+
+
+def _exchange(port: int, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     try:
         headers = {"Content-Type": "application/json", "If-Match": "*"}
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        connection.request(method, path, data, headers)
         answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        return answer.status, answer.read()
     finally:
         connection.close()
 
@@ -101,6 +115,7 @@ class Watchers:
             (self._look_at_file, _FILE_EVERY_S),
             (self._look_at_api, _API_EVERY_S),
             (self._look_at_pages, _PAGES_EVERY_S),
+            (self._look_at_counters, _COUNTERS_EVERY_S),
         )
         self._threads = [
             threading.Thread(target=self._repeat, args=look, daemon=True) for look in looks
@@ -148,19 +163,24 @@ class Watchers:
 
     def _look_at_pages(self) -> None:
         began = time.monotonic()
-        tiles = [0, 0]
-        for page in iter_stats(self._state / "stats"):
-            if page.kind == FRONT and page.alive:
+        for page in iter_stats(self._state / "stats", FRONT):
+            if page.alive:
                 value = page.scalar("threshold_lambda")
                 pair = int(page.scalar("generation_read")), None if math.isnan(value) else value
                 # A page is written twice a second by a thread of a busy process.
                 self._note(Seen(page.name, began, time.monotonic(), *pair, math.inf))
-            elif page.kind == RANK:
-                tiles[0] += int(sum(page.arrays["tiles"][0::2]))
-                tiles[1] += int(sum(page.arrays["tiles"][1::2]))
-        if tiles[0] < self._tiles[0] or tiles[1] < self._tiles[1]:
-            self.shrunk.append(f"tiles fell from {self._tiles} to {tiles}")
-        self._tiles = tiles[0], tiles[1]
+
+    def _look_at_counters(self) -> None:
+        try:
+            visited, skipped = (
+                int(metric(self._port, f"blasst_tiles_{kind}_total"))
+                for kind in ("visited", "skipped")
+            )
+        except (OSError, http.client.HTTPException):
+            return  # being restarted
+        if visited < self._tiles[0] or skipped < self._tiles[1]:
+            self.shrunk.append(f"tiles fell from {self._tiles} to {visited}, {skipped}")
+        self._tiles = visited, skipped
 
     @property
     def tiles(self) -> tuple[int, int]:
