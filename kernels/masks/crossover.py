@@ -41,6 +41,6 @@ class Crossover:
 
 REPORTED = Crossover(
     {(False, 9): 8192, (True, 9): 8192},
-    "reported with issue 5 for one H100 (torch 2.11, FA4 b15): Triton ahead at 2K and 4K, FA4 at "
-    "8K and 16K, forward and forward + backward; not measured by this project yet",
+    "one H100 as reported with issue 5 (torch 2.11, FA4 b15): Triton ahead at 2K and 4K, FA4 at 8K "
+    "and 16K, forward and forward + backward; one H200 for causal masks (FA4 b36): the same",
 )
