@@ -308,6 +308,38 @@ def test_1000_worker_restarts_and_odd_names_add_no_series(tmp_path, fake_engine,
     )
 
 
+@pytest.mark.parametrize("classes", [2, 8, 24, 108])
+def test_what_a_scrape_costs(tmp_path, classes, report):
+    """Two front ends and eight ranks of 80 layers; callers choose how many classes there are."""
+    from blasst.kernels.exchange.layout import FRONT, RANK, front_fields, rank_fields
+    from blasst.kernels.exchange.prometheus import PagesCollector
+    from blasst.kernels.exchange.stats import StatsWriter
+    from blasst.server.metrics import MetricsPage
+
+    seen = [int(number < classes) for number in range(108)]
+    writers = []
+    for number in range(2):
+        labels, fields = {"model_name": "m"}, front_fields()
+        writer = StatsWriter(tmp_path, f"front-{number}", kind=FRONT, labels=labels, fields=fields)
+        writer.update(requests_admitted=seen, ttft_count=seen, prefill_count=seen)
+        writers.append(writer)
+    for number in range(8):
+        labels, fields = {"model_name": "m", "rank": str(number)}, rank_fields(80, 1)
+        writers.append(
+            StatsWriter(tmp_path, f"rank-{number}", kind=RANK, labels=labels, fields=fields)
+        )
+    page = MetricsPage(PagesCollector(tmp_path, max_age_s=0), {}, 0)
+    page.text()
+    began = time.process_time()
+    text = page.text()
+    seconds = time.process_time() - began
+    for writer in writers:
+        writer.close()
+    series = len(re.findall(rb"^\w+[{ ]", text, re.M))
+    assert series < 8000
+    report(classes=classes, series=series, kb=len(text) // 1000, cpu_ms=round(1000 * seconds))
+
+
 async def scrape(address):
     """The status of one scrape over a connection of its own; what went wrong, if anything did."""
     try:
