@@ -57,7 +57,7 @@ def estimate(runner: Runner, plan: Plan) -> Estimate:
     requests = tokens = 0
     seconds = 0.0
     for which, sample in todo:
-        prefills = 1 if which == "ttft" else 2
+        prefills = 1 if which == "ttft" or not runner.wants_nll(sample) else 2
         requests += prefills
         tokens += prefills * len(sample.prompt)
         seconds += prefills * _prefill_s(len(sample.prompt), low, high)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """prompt, gold: token ids. max_tokens: of the generated answer."""
+    """prompt, gold: token ids; gold None: its NLL is not asked for. max_tokens: of the answer."""
 
     prompt: tuple[int, ...]
-    gold: tuple[int, ...]
+    gold: tuple[int, ...] | None
     max_tokens: int
 
 
@@ -39,7 +39,7 @@ def measure(
     jobs: Sequence[Job],
     concurrency: int,
     xargs: XArgs | None = None,
-) -> list[tuple[Generation, float]]:
+) -> list[tuple[Generation, float | None]]:
     """Answer (with its tokens) and gold NLL of each job, in their order; at most `concurrency`
     requests at once. The first ServerError ends all of them."""
     return asyncio.run(_measure(client, model, jobs, concurrency, xargs))
@@ -47,7 +47,7 @@ def measure(
 
 async def _measure(
     client: Completions, model: str, jobs: Sequence[Job], concurrency: int, xargs: XArgs | None
-) -> list[tuple[Generation, float]]:
+) -> list[tuple[Generation, float | None]]:
     import httpx
 
     room = asyncio.Semaphore(concurrency)
@@ -60,10 +60,12 @@ async def _measure(
         trust_env=False,
     ) as http:
 
-        async def one(job: Job) -> tuple[Generation, float]:
+        async def one(job: Job) -> tuple[Generation, float | None]:
             async with room:
                 answer = await _generate(http, client, model, job, xargs)
-                return answer, await _gold_nll(http, client, model, job, xargs)
+                if job.gold is None:
+                    return answer, None
+                return answer, await _gold_nll(http, client, model, job.prompt, job.gold, xargs)
 
         tasks = [asyncio.create_task(one(job)) for job in jobs]
         try:
@@ -90,11 +92,16 @@ async def _generate(
 
 
 async def _gold_nll(
-    http: httpx.AsyncClient, client: Completions, model: str, job: Job, xargs: XArgs | None
+    http: httpx.AsyncClient,
+    client: Completions,
+    model: str,
+    prompt: tuple[int, ...],
+    gold: tuple[int, ...],
+    xargs: XArgs | None,
 ) -> float:
-    body = scored(request_body(model, [*job.prompt, *job.gold], 1, xargs))
+    body = scored(request_body(model, [*prompt, *gold], 1, xargs))
     with client.errors():
         response = await http.post("/v1/completions", json=body)
         client.check(response)
         choice = response.json()["choices"][0]
-    return gold_nll(choice.get("prompt_logprobs"), len(job.prompt), job.gold)
+    return gold_nll(choice.get("prompt_logprobs"), len(prompt), gold)

@@ -32,9 +32,11 @@ _PROBE_MIN = 256
 class RunOptions:
     """max_tokens: at most this many answer tokens (None: the task's own). settle_s: how long the
     counters may lag behind a request. min_context: None keeps what the deployment has.
-    concurrency: requests at once in the accuracy pass."""
+    concurrency: requests at once in the accuracy pass. nll: samples of each task and length whose
+    gold NLL is measured, which costs a server far more than an answer (None: all)."""
 
     max_tokens: int | None = None
+    nll: int | None = None
     settle_s: float = 20.0
     min_context: int | None = None
     concurrency: int = 1
@@ -42,6 +44,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"--max-tokens {self.max_tokens}: give at least 1")
+        if self.nll is not None and self.nll < 0:
+            raise InputError(f"--nll {self.nll}: give at least 0")
         if self.concurrency < 1:
             raise InputError(f"--concurrency {self.concurrency}: give at least 1")
         if not 0 < self.settle_s < float("inf"):
@@ -123,10 +127,12 @@ class Runner:
 
     def key(self, sample: Sample, point: Point, which: Pass = "both") -> str:
         """One measurement: prompt and gold ids, server, threshold, answer budget, pass."""
-        budget = str(self.budget(sample))
-        return _sha(
-            "|".join((sample.prompt_sha256, self.fingerprint, key_of(point), budget, which))
-        )
+        parts = [sample.prompt_sha256, self.fingerprint, key_of(point), str(self.budget(sample))]
+        parts.append(which if which == "ttft" or self.wants_nll(sample) else f"{which} without nll")
+        return _sha("|".join(parts))
+
+    def wants_nll(self, sample: Sample) -> bool:
+        return self.options.nll is None or sample.index < self.options.nll
 
     def pending(
         self, samples: Sequence[Sample], point: Point, which: Pass = "both"
@@ -222,7 +228,7 @@ class Runner:
         answers = self._answers(samples, which)
         sent = [len(s.prompt) for s in samples]
         if which != "ttft":
-            sent += [len(s.prompt) + len(s.gold) for s in samples]
+            sent += [len(s.prompt) + len(s.gold) for s in samples if self.wants_nll(s)]
         expected = self._expected(point, sent)
         after = self.sidecar.settled(before, expected.least, self.options.settle_s)
         moved = after.since(before)
@@ -239,12 +245,15 @@ class Runner:
     ) -> list[tuple[Generation, float | None]]:
         name = self.model.name
         if which == "accuracy":
-            jobs = [fanout.Job(s.prompt, s.gold, self.budget(s)) for s in samples]
+            jobs = [
+                fanout.Job(s.prompt, s.gold if self.wants_nll(s) else None, self.budget(s))
+                for s in samples
+            ]
             return [*fanout.measure(self.client, name, jobs, self.options.concurrency)]
         (sample,) = samples
         budget = 1 if which == "ttft" else self.budget(sample)
         answer = self.client.generate(name, sample.prompt, budget)
-        if which == "ttft":
+        if which == "ttft" or not self.wants_nll(sample):
             return [(answer, None)]
         return [(answer, self.client.gold_nll(name, sample.prompt, sample.gold))]
 

@@ -87,7 +87,13 @@ def _measure(
     from blasst.evals.sweep import Plan
 
     points = points_of(args, DEFAULT_MAGS)
-    options = RunOptions(args.max_tokens, args.settle, args.min_context, args.concurrency)
+    options = RunOptions(
+        max_tokens=args.max_tokens,
+        nll=args.nll,
+        settle_s=args.settle,
+        min_context=args.min_context,
+        concurrency=args.concurrency,
+    )
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(ResultStore(args.out))
         progress = Progress(0)

@@ -102,6 +102,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     add(
+        "--nll",
+        type=int,
+        metavar="N",
+        help="gold NLL of only the first N samples a task and length; it costs a server far more "
+        "than an answer (default: all)",
+    )
+    add(
         "--timed",
         type=int,
         default=10,

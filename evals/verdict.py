@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -142,7 +142,7 @@ def _judge_length(results: Results, point: Point, length: int, margin: float) ->
         high=high,
         detectable=detectable,
         margin=margin,
-        nll=statistics.fmean(t.nll for t in tasks) if tasks else math.nan,
+        nll=_mean(t.nll for t in tasks if math.isfinite(t.nll)),
         agreement=statistics.fmean(t.agreement for t in tasks) if tasks else math.nan,
         tasks=tasks,
     )
@@ -195,11 +195,20 @@ def _task(task: str, pairs: Sequence[tuple[Record, Record]]) -> TaskDifference:
         worse=worse,
         better=better,
         p=mcnemar_exact(worse, better),
-        nll=statistics.fmean(vote["gold_nll"] - dense["gold_nll"] for dense, vote in pairs),
+        nll=_mean(
+            vote["gold_nll"] - dense["gold_nll"]
+            for dense, vote in pairs
+            if vote["gold_nll"] is not None and dense["gold_nll"] is not None
+        ),
         agreement=statistics.fmean(
             token_agreement(_answer(vote), _answer(dense)) for dense, vote in pairs
         ),
     )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return statistics.fmean(found) if found else math.nan
 
 
 def _answer(record: Record) -> list[int | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from blasst.evals.samples import Sample
 from blasst.evals.store import ResultStore, read_results
 from blasst.evals.sweep import Plan, run_sweep
 from blasst.evals.thresholds import parse_points
+from blasst.evals.verdict import judge
 
 Connect = Callable[..., Runner]
 POINTS = parse_points(["dense", "1000"], [], [])
@@ -59,6 +61,29 @@ def test_dense_and_threshold_take_turns_on_the_same_ids(
     pairs = list(zip(found[::2], found[1::2], strict=True))
     assert all(a["prompt_sha256"] == b["prompt_sha256"] for a, b in pairs)
     assert [a["threshold"] for a, _ in pairs] == ["dense", "mag:1000.0"] * 2
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_nll_of_some_samples_only_and_of_the_rest_later(
+    concurrency: int, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    plan = Plan(POINTS, samples, timed=0 if concurrency > 1 else None)
+    sweep(connect, path, plan, concurrency=concurrency, nll=1)
+    found = [r for r in read_results(path) if r["kind"] == "sample"]
+    assert {r["gold_nll"] is not None for r in found if r["index"] == 0} == {True}
+    assert {r["gold_nll"] is not None for r in found if r["index"] > 0} == {False}
+    results = collect(read_results(path))
+    (one,) = judge(results)
+    assert math.isfinite(one.nll)
+    assert math.isfinite(results.cells[0].gold_nll)
+    rest = sum(sample.index > 0 for sample in samples) * len(POINTS)
+    assert sweep(connect, path, plan, concurrency=concurrency) == rest
+    again = collect(read_results(path))
+    assert [c.samples for c in again.cells] == [c.samples for c in results.cells]
+    assert all(r["gold_nll"] is not None for r in again.accuracy)
+    with pytest.raises(InputError, match="--nll -1"):
+        sweep(connect, path, plan, nll=-1)
 
 
 def test_an_accuracy_cell_whose_counters_do_not_move_is_an_error(
