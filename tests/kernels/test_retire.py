@@ -103,3 +103,15 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         retire_dead(tmp_path, 0.0)
     assert totals(tmp_path) == before
     assert [p.name for p in tmp_path.iterdir()] == ["rank-1.stats"]
+
+
+def test_what_is_added_up_says_nothing_of_the_present(tmp_path: Path) -> None:
+    labels = {"model_name": "m", "engine": "0", "rank": "0", "impl": "hopper"}
+    living = StatsWriter(tmp_path, "rank-live", kind=RANK, labels=labels, fields=rank_fields(2, 1))
+    living.update(tiles=[1, 1, 1, 1], layers_voting=2)
+    leave(tmp_path, "rank-1", RANK, tiles=[9, 3, 9, 3])
+    retire_dead(tmp_path, 0.0)
+    (total,) = rank_totals(CachedPages(tmp_path, 0).pages())
+    assert (total.impl, total.layers_voting, total.alive) == ("hopper", 2, True)
+    assert total.by_layer() == {0: (10, 4), 1: (10, 4)}
+    living.close()
