@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     lengths = [int(x) for x in args.lengths.split(",")]
-    with tempfile.TemporaryDirectory(prefix="blasst-bench-") as state:
+    with tempfile.TemporaryDirectory(prefix="blasst-bench-", ignore_cleanup_errors=True) as state:
         os.environ["VLLM_BLASST_STATE_DIR"] = state
         args.dummy = args.model == "llama-8b"
         if args.dummy:

@@ -114,7 +114,7 @@ def write_lora(folder: Path, model: Path) -> None:
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             for part, shape in (("A", (LORA_RANK, hidden)), ("B", (out, LORA_RANK))):
                 noise = torch.randn(shape, generator=generator)
-                tensors[f"{at}.lora_{part}.weight"] = 0.05 * noise
+                tensors[f"{at}.lora_{part}.weight"] = 0.2 * noise
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(

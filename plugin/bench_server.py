@@ -75,11 +75,11 @@ class Server:
 
 @contextmanager
 def served(args: Any, state: Path, log: Path) -> Iterator[Server]:
-    """A server with args.tp, .dp, .dtype, .chunk and .ready_s; ended with its children."""
+    """A server with args.tp, .dp, .dtype, .chunk, .graphs and .ready_s; ended with its children."""
     from blasst.plugin.bench_engines import GRAPHS, on_cpu
 
     port, cpu = free_port(), on_cpu()
-    graphs = GRAPHS["eager" if cpu else "decode"]
+    eager = cpu or args.graphs == "eager"
     options = {
         "served-model-name": NAME,
         "dtype": args.dtype,
@@ -95,11 +95,12 @@ def served(args: Any, state: Path, log: Path) -> Iterator[Server]:
     }
     if not cpu:
         options |= {"gpu-memory-utilization": 0.05, "kv-cache-memory-bytes": KV_BYTES}
-        options["compilation-config"] = json.dumps(graphs["compilation_config"])
+    if not eager:
+        options["compilation-config"] = json.dumps(GRAPHS["decode"]["compilation_config"])
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(args.model)]
     command += [f"--{name}={value}" for name, value in options.items()]
     # vLLM's own reduction among GPUs wants links that not every host has.
-    command += ["--enforce-eager"] if cpu else ["--disable-custom-all-reduce"]
+    command += [*["--enforce-eager"] * eager, *["--disable-custom-all-reduce"] * (not cpu)]
     env = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(reason)
     os.environ.update(ENVIRONMENT)
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="blasst-step-") as folder:
+    with tempfile.TemporaryDirectory(prefix="blasst-step-", ignore_cleanup_errors=True) as folder:
         os.environ["VLLM_BLASST_STATE_DIR"] = folder
         dummy = args.model == "llama-8b"
         model = write_llama(Path(folder) / "model", args.dtype) if dummy else Path(args.model)

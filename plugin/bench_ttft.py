@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(reason)
     os.environ.update(ENVIRONMENT)
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="blasst-ttft-") as folder:
+    with tempfile.TemporaryDirectory(prefix="blasst-ttft-", ignore_cleanup_errors=True) as folder:
         os.environ["VLLM_BLASST_STATE_DIR"] = folder
         _run(args, Path(folder))
     return 0

@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _all(args: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Side by side: each spends most of its time on imports."""
     found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="blasst-faults-") as folder, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="blasst-faults-", ignore_cleanup_errors=True) as folder,
+        ExitStack() as stack,
+    ):
         running = {}
         for name in names:
             answer, log = Path(folder) / f"{name}.json", Path(folder) / f"{name}.log"
@@ -95,7 +98,10 @@ def _plant(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.update(fault.environment)
     began = time.monotonic()
     when = "start"
-    with tempfile.TemporaryDirectory(prefix="blasst-fault-") as folder, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="blasst-fault-", ignore_cleanup_errors=True) as folder,
+        ExitStack() as stack,
+    ):
         try:
             model = fault.model(Path(args.model), Path(folder))
             if fault.before is not None:

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--prompts", type=Path, help="JSONL of `blasst ruler generate`, instead of random ids")
     add("--dtype", default="bfloat16")
     add("--chunk", type=int, default=1024, help="most tokens of a step (default: 1024)")
+    add("--graphs", choices=("eager", "decode"), default="decode", help="what is captured")
     add("--ready-s", type=float, default=240, help="for the start (default: 240)")
     add("--log", type=Path, help="of the server (default: beside --out)")
     add("--out", type=Path, required=True)
@@ -93,7 +94,7 @@ def _serve(args: argparse.Namespace) -> Found:
     found = Found(args.tp, args.dp)
     prompts = _prompts(args)
     found.prompt_tokens = sum(map(len, prompts))
-    with tempfile.TemporaryDirectory(prefix="blasst-ranks-") as name:
+    with tempfile.TemporaryDirectory(prefix="blasst-ranks-", ignore_cleanup_errors=True) as name:
         state, seen = Path(name) / "state", Path(name) / "seen"
         state.mkdir()
         seen.mkdir()

@@ -93,14 +93,16 @@ class LambdaTable:
     def __init__(self, max_rows: int, device: torch.device | str) -> None:
         self._table = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self._held: list[float] = []
+        self._view = self._table[:0]
 
     def load(self, values: list[float]) -> torch.Tensor:
         """[len(values)]; copied in stream order, and only when something changed."""
         if values != self._held:
             staged = _staged(torch.tensor(values), self._table.device)
-            self._table[: len(values)].copy_(staged, non_blocking=True)
+            self._view = self._table[: len(values)]
+            self._view.copy_(staged, non_blocking=True)
             self._held = list(values)
-        return self._table[: len(values)]
+        return self._view
 
 
 def split(
@@ -115,8 +117,9 @@ def split(
     if common.num_reqs < count or common.causal is not True:
         return None
     starts = common.query_start_loc_cpu.numpy()[: count + 1]
-    voting = [r for r, v in enumerate(lambdas) if v is not None]
-    values = [v for v in lambdas if v is not None]
+    keys = _keys(common).numpy()
+    voting = _voting(lambdas)
+    values = [v for v in map(lambdas.__getitem__, voting) if v is not None]
     first, end = voting[0], voting[-1] + 1
     neighbours = end - first == len(voting)
     device = common.query_start_loc.device
@@ -130,7 +133,7 @@ def split(
         cu_seqlens_q = _to_device(torch.from_numpy(chosen.ends), device)
     vote = VoteRows(
         part=chosen,
-        batch=check_batch(chosen.ends.tolist(), _keys(common)[chosen.host_rows].tolist(), values),
+        batch=check_batch(chosen.ends.tolist(), keys[_indices(chosen.host_rows)].tolist(), values),
         cu_seqlens_q=cu_seqlens_q,
         page_table=_pick(common.block_table_tensor, chosen.rows),
         seqlens_k=_pick(common.seq_lens, chosen.rows),
@@ -144,29 +147,49 @@ def split(
         rest = _slice(end, count, starts)
     else:
         rest = _gathered([r for r, v in enumerate(lambdas) if v is None], starts, device)
-    return Split(vote, (rest, build_stock(sub_batch(common, rest))))
+    return Split(vote, (rest, build_stock(sub_batch(common, rest, keys))))
 
 
-def sub_batch(common: Any, rest: Part) -> Any:
-    """vLLM's common metadata for some rows of a batch alone."""
-    ends = torch.from_numpy(rest.ends)
-    device = common.query_start_loc.device
+def _voting(lambdas: Sequence[float | None]) -> list[int]:
+    """Rows that vote, in order; from the end, where runners put prefills, until all are found."""
+    left = len(lambdas) - list(lambdas).count(None)
+    rows: list[int] = []
+    row = len(lambdas)
+    while left:
+        row -= 1
+        if lambdas[row] is not None:
+            rows.append(row)
+            left -= 1
+    rows.reverse()
+    return rows
+
+
+def sub_batch(common: Any, rest: Part, keys: np.ndarray[Any, Any]) -> Any:
+    """vLLM's common metadata for some rows of a batch alone. keys: of all rows, on the host."""
+    device, count = common.query_start_loc.device, len(rest.ends) - 1
     if isinstance(rest.rows, slice) and rest.rows.start == 0:
-        cu_seqlens_q = common.query_start_loc[: rest.rows.stop + 1]
+        ends = common.query_start_loc_cpu[: count + 1]
+        cu_seqlens_q = common.query_start_loc[: count + 1]
     else:
+        ends = torch.from_numpy(rest.ends)
         cu_seqlens_q = _to_device(ends, device)
-    return common.replace(
-        query_start_loc=cu_seqlens_q,
-        query_start_loc_cpu=ends,
-        seq_lens=_pick(common.seq_lens, rest.rows),
-        num_reqs=len(rest.ends) - 1,
-        num_actual_tokens=rest.num_tokens,
-        max_query_len=int(np.diff(rest.ends).max()),
-        max_seq_len=int(_keys(common)[rest.host_rows].max()),
-        block_table_tensor=_pick(common.block_table_tensor, rest.rows),
-        slot_mapping=rest.take(common.slot_mapping),
+    all_decode = rest.num_tokens == count
+    fields = {
+        "query_start_loc": cu_seqlens_q,
+        "query_start_loc_cpu": ends,
+        "seq_lens": _pick(common.seq_lens, rest.rows),
+        "num_reqs": count,
+        "num_actual_tokens": rest.num_tokens,
+        "max_query_len": 1 if all_decode else int(np.diff(rest.ends).max()),
+        "max_seq_len": int(keys[_indices(rest.host_rows)].max()),
+        "block_table_tensor": _pick(common.block_table_tensor, rest.rows),
+        "slot_mapping": rest.take(common.slot_mapping),
         **row_fields(common, rest.rows, rest.host_rows),
-    )
+    }
+    # Not `replace`, which takes as long as all of the above: the class computes nothing from them.
+    made = object.__new__(type(common))
+    vars(made).update(vars(common), **fields)
+    return made
 
 
 def _slice(first: int, end: int, starts: np.ndarray[Any, np.dtype[np.int32]]) -> Part:
@@ -197,6 +220,11 @@ def _pick(t: torch.Tensor, index: Index) -> torch.Tensor:
     if index is WHOLE:
         return t
     return t[index] if isinstance(index, slice) else t.index_select(0, index)
+
+
+def _indices(rows: Index) -> Any:
+    """For an array on the host."""
+    return rows if isinstance(rows, slice) else rows.numpy()
 
 
 def _staged(t: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -109,14 +109,21 @@ class Rank:
         """
         counts = self._step = dict.fromkeys(RANK_COUNTERS, 0)
         self._voted = False
-        total = sum(map(tokens.__getitem__, req_ids))
-        if total == len(req_ids):
+        count = len(req_ids)
+        whole = len(tokens) == count
+        total = sum(tokens.values() if whole else map(tokens.__getitem__, req_ids))
+        if total == count:
             counts["decode_tokens"] = total
             return None
-        lambdas: list[float | None] = [None] * len(req_ids)
-        prefills = 0
-        for row, req_id in enumerate(req_ids):
+        lambdas: list[float | None] = [None] * count
+        prefills, more = 0, total - count
+        # Runners put decodes first: few rows are looked at until all longer ones are found.
+        for row in range(count - 1, -1, -1):
+            if not more:
+                break
+            req_id = req_ids[row]
             n = tokens[req_id]
+            more -= n - 1
             if n == 1 or req_id in drafts:
                 continue
             lambdas[row] = skip_lambda = self._lambdas.get(req_id)
