@@ -6,6 +6,7 @@ Knows what our dashboard uses, statistics and time series; anything else is refu
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 import re
@@ -132,7 +133,7 @@ def _series(lines: Sequence[Line], unit: str, width: int, height: int) -> str:
         parts.append(
             f'<line x1="{_LEFT}" x2="{width - 12}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
             f'stroke="#eee"/><text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end" '
-            f'fill="#666">{_number(value, unit)}</text>'
+            f'fill="#666">{_number(value, unit).removesuffix(" req/s")}</text>'
         )
     for at, anchor in ((first, "start"), (last, "end")):
         clock = time.strftime("%H:%M", time.gmtime(at))
@@ -151,6 +152,17 @@ def _series(lines: Sequence[Line], unit: str, width: int, height: int) -> str:
             at = bottom + 28 + 14 * number
             parts.append(f'<text x="{_LEFT}" y="{at}" fill="{colour}">{text}</text>')
     return "".join(parts)
+
+
+def _runs(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """Points without a gap between them: where there is no value, there is no line."""
+    step = min((b[0] - a[0] for a, b in itertools.pairwise(points)), default=1.0)
+    runs = [[points[0]]]
+    for before, point in itertools.pairwise(points):
+        if point[0] - before[0] > 1.5 * step:
+            runs.append([])
+        runs[-1].append(point)
+    return runs
 
 
 def _number(value: float, unit: str) -> str:

@@ -45,7 +45,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def answers(url: str, timeout_s: float = 2.0) -> bool:
+def answers(url: str, timeout_s: float = 5.0) -> bool:
     """Whether a GET is answered with 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
