@@ -54,13 +54,25 @@ class Schedule:
     """order: what the MMA warp issues at visit i: "qk" of i and "pv" of i - 1, of a tile.
 
     buffered: of each tile, the quarters of P that wait in registers for the window in which P is
-    stored. read_columns: scores in one tensor memory load.
+    stored. read_columns: scores in one tensor memory load. emulated: pairs of exponentials, of the
+    16 in a quarter, that the multiply-add units compute, without a mask; not in the first quarters,
+    `special` of each tile: wherever P lies, its bits are the same. Nor in buffered ones.
     """
 
     order: tuple[tuple[str, int], ...]
     buffered: tuple[int, int]
     read_columns: int = 32
     quarters: int = 4
+    emulated: int = 4
+    special: tuple[int, int] = (1, 0)
+
+    def emulates(self, tile: int, quarter: int) -> int:
+        """Pairs of a quarter, without a mask, that the multiply-add units compute.
+
+        Before the window none: the assembler would put half of the others behind the wait.
+        """
+        first = max(self.buffered[tile], self.special[tile])
+        return self.emulated if quarter >= first else 0
 
 
 # Q @ K.T of a tile is issued before P @ V of the visit before: its scores are free by then.

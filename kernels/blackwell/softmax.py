@@ -15,6 +15,7 @@ from blasst.kernels.blackwell.config import WARPGROUP, Config
 from blasst.kernels.blackwell.edges import Edges
 from blasst.kernels.block_lists import ALL, NONE
 from blasst.kernels.cute import tmem
+from blasst.kernels.cute.exponential import exp2_pair
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import NO_TRACE, Trace
 from blasst.kernels.cute.visits import hide
@@ -104,7 +105,7 @@ class Softmax:
     def fall_behind(self) -> None:
         """P of tile 1 stays one visit behind: its window follows the next scores of tile 0."""
         if self.visits > 0:
-            self.edges.edge("window", 1).wait(0)
+            self.edges.edge("s_free", 0).wait(0)
 
     @cute.jit
     def pass_by(self, i: Int32) -> None:
@@ -126,7 +127,7 @@ class Softmax:
         self.trace.mark(Step.VOTE, i)
         if kept:
             self.send_scale(self.raise_maximum(largest), i)
-            self.exponentiate(scores, i)
+            self.exponentiate(scores, i, masked)
             self.trace.mark(Step.EXP2, i)
         else:
             self.send_scale(Float32(1.0), i)
@@ -169,7 +170,6 @@ class Softmax:
         """Frees the columns for the next scores, and for the other tile's P."""
         if cutlass.const_expr(self.config.cross_p):
             self.edges.edge("s_free", self.index).arrive(i)
-            self.edges.edge("window", 1 - self.index).arrive(i)
 
     @cute.jit
     def wait_window(self, i: Int32, base: Float32) -> Float32:
@@ -178,11 +178,11 @@ class Softmax:
         Returns `base`: what needs it is not computed earlier, whatever the compiler prefers.
         """
         if cutlass.const_expr(self.config.cross_p and self.index == 0):
-            base = self.edges.edge("window", 0).wait_with(i, base)
+            base = self.edges.edge("s_free", 1).wait_with(i, base)
         if cutlass.const_expr(self.config.cross_p and self.index == 1):
             # No later scores of tile 0 say that the P of the visit before was read.
             if i + 1 < self.visits:
-                base = self.edges.edge("window", 1).wait_with(i + 1, base)
+                base = self.edges.edge("s_free", 0).wait_with(i + 1, base)
             elif i > 0:
                 base = self.edges.edge("o_full", 1).wait_with(i - 1, base)
         return base
@@ -230,7 +230,7 @@ class Softmax:
         return scale
 
     @cute.jit
-    def exponentiate(self, scores: cute.Tensor, i: Int32) -> None:
+    def exponentiate(self, scores: cute.Tensor, i: Int32, masked: cutlass.Constexpr[bool]) -> None:
         """P to its window, a quarter at a time; the row's sum."""
         plan = self.config.plan
         reference = self.state[1]
@@ -247,7 +247,8 @@ class Softmax:
                 for early in cutlass.range_constexpr(waiting):
                     tmem.store(self.p + early * quarter // 2, p[None, early])
             if cutlass.const_expr(q < plan.quarters):
-                sums = exp2_row(rows[None, q], self.scale_log2, base, sums)
+                emulated = 0 if masked else plan.emulates(self.index, q)
+                sums = exp2_row(rows[None, q], (self.scale_log2, base), sums, emulated)
                 p[None, q].store(rows[None, q].load().to(self.element_type))
                 if cutlass.const_expr(q >= waiting):
                     tmem.store(self.p + q * quarter // 2, p[None, q])
@@ -279,12 +280,25 @@ def row_max(values: cute.Tensor) -> Float32:
 
 @cute.jit
 def exp2_row(
-    row: cute.Tensor, scale: Float32, base: Float32, sums: tuple[Float32, Float32]
+    row: cute.Tensor,
+    affine: tuple[Float32, Float32],
+    sums: tuple[Float32, Float32],
+    emulated: cutlass.Constexpr[int],
 ) -> tuple[Float32, Float32]:
-    """row = exp2(row * scale + base) in place; sums: two partial sums, both grow."""
-    for c in cutlass.range_constexpr(0, cute.size(row), 2):
-        pair = cute.arch.fma_packed_f32x2((row[c], row[c + 1]), (scale, scale), (base, base))
-        row[c] = cute.math.exp2(pair[0], fastmath=True)
-        row[c + 1] = cute.math.exp2(pair[1], fastmath=True)
-        sums = cute.arch.add_packed_f32x2(sums, (row[c], row[c + 1]))
+    """row = exp2(row * scale + base) in place, `affine` being both; sums: two, both grow.
+
+    emulated: pairs, evenly spread, that the multiply-add units compute.
+    """
+    scale, base = affine
+    pairs = cute.size(row) // 2
+    for c in cutlass.range_constexpr(pairs):
+        pair = cute.arch.fma_packed_f32x2(
+            (row[2 * c], row[2 * c + 1]), (scale, scale), (base, base)
+        )
+        if cutlass.const_expr((c + 1) * emulated // pairs > c * emulated // pairs):
+            pair = exp2_pair(pair)
+        else:
+            pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
+        row[2 * c], row[2 * c + 1] = pair
+        sums = cute.arch.add_packed_f32x2(sums, pair)
     return sums
