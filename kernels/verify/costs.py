@@ -27,8 +27,8 @@ class Model:
     """parts: schedulers of an SM, one instruction a cycle each. fma_per_cycle: of 16-bit products.
 
     copy_bytes: a cycle, from L2; copy_latency, product_latency: until the first result; wake:
-    from a barrier's completion until a waiting warp goes on; tensor_columns: that a warp reads or
-    writes a cycle, tensor_latency: of the first.
+    from a barrier's completion until a waiting warp goes on; tensor_columns: that the warps of a
+    part read or write a cycle, tensor_latency: of the last.
     """
 
     name: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ from blasst.kernels.verify.tensor_effects import Commit, Mma
 from blasst.kernels.verify.warp import Warp
 
 CHUNK = 48  # instructions between which another warp may take a pipe
-ASYNCHRONOUS = ("tcgen05.ld", "ld.")
+TENSOR_COPIES = ("tcgen05.ld", "tcgen05.st")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Timing:
 
 def chunks(program: Program, step: Step) -> list[Chunk]:
     """A segment in pieces. The assembler may reorder it: its length is that of the longest chain
-    of dependent instructions, or of the busiest pipe; the pieces share it by what they issue.
+    of dependent instructions, or of the busiest pipe. The pieces share both evenly.
     """
     instructions = program.instructions[step.at : step.end]
     busy: dict[str, float] = defaultdict(float)
@@ -69,19 +68,12 @@ def chunks(program: Program, step: Step) -> list[Chunk]:
             busy[pipe] += cycles
     length = max([*ready.values(), *busy.values()])
     pieces = [instructions[i : i + CHUNK] for i in range(0, len(instructions), CHUNK)]
-    return [_piece(piece, length / len(pieces)) for piece in pieces]
+    share = {pipe: cycles / len(pieces) for pipe, cycles in busy.items()}
+    return [Chunk(length / len(pieces), share, steps.of_run(piece)) for piece in pieces]
 
 
 def _use(price: Cost) -> list[tuple[str, float]]:
     return [] if price.pipe == "none" else [(price.pipe, price.busy), ("issue", 1.0)]
-
-
-def _piece(piece: Sequence[Instruction], length: float) -> Chunk:
-    busy: dict[str, float] = defaultdict(float)
-    for ins in piece:
-        for pipe, cycles in _use(cost(ins)):
-            busy[pipe] += cycles
-    return Chunk(length, dict(busy), steps.of_run(piece))
 
 
 def _registers(operand: str) -> list[str]:
@@ -105,6 +97,7 @@ class TimedBlock(Block):
         self.core_free = self.copy_free = self.core_busy = 0.0
         self.core_running = False
         self.sleeping: dict[Warp, float] = {}
+        self.tensor_done: dict[Warp, float] = dict.fromkeys(self.warps, 0.0)
 
     def run_timed(self) -> None:
         """To the end of all warps; raises ExecutionError like run()."""
@@ -194,14 +187,13 @@ class TimedBlock(Block):
             self.sleeping[warp] = self.now
             return
         end = self._occupy(warp, dict(_use(price)), 1.0)
-        asynchronous = ins.opcode.startswith(ASYNCHRONOUS)
-        if step.kind == EFFECT and asynchronous:
-            latency = price.latency
-            if ins.opcode.startswith("tcgen05"):
-                columns = len(step.writes) / self.model.tensor_columns
-                latency, end = self.model.tensor_latency + columns, end + columns
+        if ins.opcode.startswith(TENSOR_COPIES):
+            self._copy_tensor(warp, step)
+        elif ins.opcode.startswith("tcgen05.wait"):
+            end = max(end, self.tensor_done[warp])
+        elif step.kind == EFFECT and ins.opcode.startswith("ld."):
             for row in step.writes:
-                self.ready[warp][row] = self.now + latency
+                self.ready[warp][row] = self.now + price.latency
         elif step.kind == EFFECT or (step.kind == BRANCH and step.body <= step.at):
             end = max(end, self.now + price.latency)
         if ins.opcode.startswith("mbarrier.try_wait") or warp.failed != failed:
@@ -209,6 +201,14 @@ class TimedBlock(Block):
         else:
             self._span(warp, steps.of_effect(ins), self.now, end)
         self._at(end, warp)
+
+    def _copy_tensor(self, warp: Warp, step: Step) -> None:
+        """Between registers and the lanes of the warp's part; the warp itself goes on."""
+        columns = max(len(step.reads), len(step.writes))
+        done = self._occupy(warp, {"tensor": columns / self.model.tensor_columns}, 1.0)
+        self.tensor_done[warp] = done + self.model.tensor_latency
+        for row in step.writes:
+            self.ready[warp][row] = self.tensor_done[warp]
 
     def _occupy(self, warp: Warp, busy: dict[str, float], length: float) -> float:
         """Takes pipes of the warp's part of the SM; returns when it is done."""
