@@ -99,12 +99,9 @@ class Consumer:
     @cute.jit
     def visit_first(self, i: Int32) -> None:
         """The first visited block: never skipped, no product to overlap with."""
-        words = None
-        if cutlass.const_expr(self.seen is not None):
-            self.seen.start(i)
-            words = self.seen.words()
         self.keys.wait(i)
         self.issue_qk(i)
+        words = self.look_up(i)
         self.look_ahead(i + 1)
         warpgroup.wait_group(0)
         self.keys.release(i)
@@ -119,16 +116,13 @@ class Consumer:
     @cute.jit
     def visit(self, i: Int32, keep: Boolean) -> Boolean:
         """Visit i > 0; keep: the previous block was kept. Returns whether this one is."""
-        o, early, words = self.operands, self.config.early, None
-        if cutlass.const_expr(self.seen is not None):
-            # Behind the wait for the scores they would be waited for.
-            self.seen.advance(i)
-            words = self.seen.words()
+        o, early = self.operands, self.config.early
         if cutlass.const_expr(not self.config.looks_ahead):
             self.keys.wait(i)
         self.trace.mark(Step.WAIT_KEYS, i)
         # S = Q @ K.T
         self.issue_qk(i)
+        words = self.look_up(i)
         self.values.wait(i - 1)
         self.trace.mark(Step.WAIT_VALUES, i)
         if keep:
@@ -170,6 +164,15 @@ class Consumer:
     def steps(self) -> int:
         """Of 16 keys in a block."""
         return self.config.tile_n // 16
+
+    @cute.jit
+    def look_up(self, i: Int32) -> Any:
+        """What of `seen` hides scores of visit i, while the product that makes them runs."""
+        words = None
+        if cutlass.const_expr(self.seen is not None):
+            self.seen.advance(i)
+            words = self.seen.words()
+        return words
 
     @cute.jit
     def look_ahead(self, i: Int32) -> None:

@@ -12,7 +12,7 @@ import torch
 from blasst.kernels.block_lists import group_lists
 from blasst.kernels.call import check_call
 from blasst.kernels.hopper import launch
-from blasst.kernels.hopper.config import ROWS, Config
+from blasst.kernels.hopper.config import ROWS, WARP, Config
 from blasst.kernels.hopper.launch import config_for, geometry_of, problem_reasons
 from blasst.kernels.testing import cumulative
 from blasst.kernels.types import AttentionSpec, Geometry, Problem, RaggedKV
@@ -68,6 +68,15 @@ def test_a_tile_that_visits_nothing_lets_the_blocks_of_others_pass() -> None:
     assert visits[0] > VOTING.value_stages
     assert visits[1] == 0
     run(VOTING, "blind tiles", seqlens=seqlens, num_heads=1)
+
+
+def test_more_visits_than_a_warp_has_lanes() -> None:
+    """A lane holds the code of one visit; the codes of the next visits are fetched in time."""
+    seqlens = ((64, 5200),)
+    mask = block_mask("blind rows", seqlens, 1, Geometry(ROWS, 128))
+    assert int(mask.partial_counts.sum() + mask.full_counts.sum()) > WARP
+    _, (visited, skipped) = run(VOTING, "blind rows", seqlens=seqlens, num_heads=1)
+    assert visited > skipped > 0
 
 
 def test_every_schedule_gives_the_same_bits() -> None:
