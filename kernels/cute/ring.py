@@ -27,7 +27,15 @@ class Ring:
             cute.arch.mbarrier_init(self.empty(stage), consumer_warps * self.peers)
 
     def stage(self, visit: Int32) -> Int32:
-        return visit % self.stages
+        if self.stages & (self.stages - 1):
+            return visit % self.stages
+        return visit & (self.stages - 1)
+
+    def round(self, visit: Int32) -> Int32:
+        """Parity of how often the ring has been gone through; shifts, because visits are signed."""
+        if self.stages & (self.stages - 1):
+            return visit // self.stages & 1
+        return visit >> (self.stages.bit_length() - 1) & 1
 
     def full(self, visit: Int32) -> cute.Pointer:
         return self.barriers + self.stage(visit)
@@ -37,14 +45,14 @@ class Ring:
 
     def acquire(self, visit: Int32) -> cute.Pointer:
         """Producer warp: waits for the empty stage, announces its bytes; returns its barrier."""
-        cute.arch.mbarrier_wait(self.empty(visit), ((visit // self.stages) & 1) ^ 1)
+        cute.arch.mbarrier_wait(self.empty(visit), self.round(visit) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(visit), self.bytes_per_producer)
         return self.full(visit)
 
     def wait(self, visit: Int32) -> None:
         """Consumer: until the stage is full."""
-        cute.arch.mbarrier_wait(self.full(visit), (visit // self.stages) & 1)
+        cute.arch.mbarrier_wait(self.full(visit), self.round(visit))
 
     def release(self, visit: Int32) -> None:
         """Consumer warp: done with the stage, which it has waited for."""

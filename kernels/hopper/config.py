@@ -9,11 +9,12 @@ WARPGROUP = 128
 WARP = 32
 ROWS = 64  # of a warpgroup's matrix product, and of its vote
 SMALL_PAGES = (16, 32)
+SLOTS = 2  # votes of a warpgroup that may be under way
 
 # The fastest measured, by head_dim and whether there is a vote (docs/measurements).
 TUNED: dict[tuple[int, bool], dict[str, Any]] = {
-    (128, False): {"q_in_registers": True, "early": 4},
-    (128, True): {"q_in_registers": True, "early": 6, "key_stages": 4},
+    (128, False): {"key_stages": 3},
+    (128, True): {"q_in_registers": True, "key_stages": 4},
     (64, False): {"warpgroups": 3},
     (64, True): {"warpgroups": 3, "key_stages": 4},
 }
@@ -23,9 +24,8 @@ TUNED: dict[tuple[int, bool], dict[str, Any]] = {
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    warpgroups: consumers, each with ROWS query rows. early: steps of 16 keys whose exponentials
-    come before the wait for the last P @ V. cluster: thread blocks, of heads of one group, that
-    bring each other parts of the keys and values. trace: clocks are recorded. block_mask: the
+    warpgroups: consumers, each with ROWS query rows. cluster: thread blocks, of heads of one group,
+    that bring each other parts of the keys and values. trace: clocks are recorded. block_mask: the
     blocks to visit come in lists.
     """
 
@@ -40,7 +40,6 @@ class Config:
     key_stages: int = 2
     value_stages: int = 2
     q_in_registers: bool = False
-    early: int = 8
     cluster: int = 1
     trace: bool = False
     block_mask: bool = False
@@ -48,9 +47,7 @@ class Config:
     def cluster_for(self, heads_of_a_group: int) -> int:
         """Two where it measured best: each thread block then issues half of the copies. One under a
         block mask: heads may visit different blocks."""
-        if self.block_mask:
-            return 1
-        shares = self.whole_rows or (self.head_dim == 128 and not self.vote)
+        shares = self.whole_rows and not self.block_mask
         return 2 if shares and heads_of_a_group % 2 == 0 else 1
 
     @property

@@ -18,15 +18,16 @@ from blasst.kernels.cute.arrays import (
     tile_at,
 )
 from blasst.kernels.cute.count import count_blocks
-from blasst.kernels.cute.fragment import ROWS_PER_THREAD, first_row
+from blasst.kernels.cute.fragment import first_row
 from blasst.kernels.cute.load import load_blocks, load_queries
 from blasst.kernels.cute.mma import K_MAJOR, MN_MAJOR, warpgroup_mma
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
-from blasst.kernels.cute.softmax import Softmax
+from blasst.kernels.cute.softmax import make_softmax
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import Step, start_trace
 from blasst.kernels.cute.visits import Lists, visits_at
+from blasst.kernels.hopper.ballot import allocate_ballots, init_ballots, make_ballot
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
 from blasst.kernels.hopper.consume import Consumer, Operands
 from blasst.kernels.hopper.epilogue import store_output
@@ -36,7 +37,7 @@ SWIZZLE_ALIGNMENT = 1024  # bytes
 
 
 class Shared(NamedTuple):
-    """Shared memory: tiles (rows, columns, stages), and rings of stages."""
+    """Shared memory: tiles (rows, columns, stages), rings of stages, what Ballot takes."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -44,6 +45,7 @@ class Shared(NamedTuple):
     q_full: cute.Pointer
     keys: Ring
     values: Ring
+    ballots: Any
 
 
 class HopperPrefill:
@@ -128,6 +130,9 @@ class HopperPrefill:
         config = self.config
         smem = cutlass.utils.SmemAllocator()
         barriers = smem.allocate_array(Int64, config.barriers)
+        ballots: Any = None
+        if cutlass.const_expr(config.vote):
+            ballots = allocate_ballots(config, smem)
         q, k, v = (
             smem.allocate_tensor(
                 self.dtype, layout.outer, byte_alignment=SWIZZLE_ALIGNMENT, swizzle=layout.inner
@@ -150,6 +155,8 @@ class HopperPrefill:
             with cute.arch.elect_one():
                 for group in cutlass.range_constexpr(config.warpgroups):
                     cute.arch.mbarrier_init(barriers + group, 1)
+                if cutlass.const_expr(config.vote):
+                    init_ballots(config, ballots[1])
                 for ring in (keys, values):
                     ring.init(config.loaders, config.warpgroups * (WARPGROUP // WARP))
             cute.arch.mbarrier_init_fence()
@@ -158,7 +165,7 @@ class HopperPrefill:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        return Shared(q, k, v, barriers, keys, values)
+        return Shared(q, k, v, barriers, keys, values, ballots)
 
     @cute.jit
     def produce(
@@ -214,18 +221,17 @@ class HopperPrefill:
         """job: blocks that the thread block visits, or the list of a block mask."""
         config = self.config
         visits, listed = job
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         tile = tile_at(config, arrays, place.request, place.row + group * ROWS, ROWS)
         seen = None
         if cutlass.const_expr(listed is not None):
             visits, tile = listed.count(), replace(tile, n_blocks=listed.own(group))
             seen = Seen.create(listed, group, thread)
-        floor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        log2_lambda, ballot = None, None
         if cutlass.const_expr(config.vote):
             log2_lambda = cute.math.log2(arrays.skip_lambda[place.request], fastmath=True)
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                exists = first_row(thread) + 8 * r < tile.rows
-                floor[r] = log2_lambda if exists else Float32.inf
+            ballot = make_ballot(config, group, warp % (WARPGROUP // WARP), *shared.ballots)
         consumer = Consumer(
             config,
             group,
@@ -235,10 +241,10 @@ class HopperPrefill:
             shared.keys,
             shared.values,
             self.operands(shared, group),
-            Softmax.create(scale_log2),
-            floor,
+            make_softmax(scale_log2, first_row(thread), tile.rows, log2_lambda),
+            ballot,
             seen,
-            start_trace(arrays.trace, cute.arch.make_warp_uniform(cute.arch.warp_idx())),
+            start_trace(arrays.trace, warp),
         )
         cute.arch.mbarrier_wait(shared.q_full + group, 0)
         if cutlass.const_expr(config.q_in_registers):
