@@ -88,7 +88,7 @@ def _collect(records: Sequence[Record]) -> Results:
     # Measured again (with its NLL, or another answer budget): the last time counts.
     ours = [
         *{
-            (r["threshold"], r["prompt_sha256"], r["pass"]): r
+            (r["threshold"], r["task"], r["length"], r["prompt_sha256"], r["pass"]): r
             for r in samples
             if r["fingerprint"] == plan["fingerprint"]
         }.values()

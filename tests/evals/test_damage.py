@@ -28,7 +28,6 @@ def setup() -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     from tokenizers import Tokenizer
 
     from blasst.evals.retrieval_model.documents import Documents
-    from blasst.evals.retrieval_model.experiment import shape_of
     from blasst.evals.retrieval_model.model import load
 
     try:
@@ -40,7 +39,7 @@ def setup() -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     essay = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
     ids, weights = Documents(tokenizer, essay, 10**6).evaluation("multikey", COUNT, LENGTH)
     pairs = zip(torch.from_numpy(ids).long(), torch.from_numpy(weights), strict=True)
-    return load(folder, shape_of(folder)), list(pairs)
+    return load(folder), list(pairs)
 
 
 def outcome(dense: Sequence[float], damaged: Sequence[float]) -> str:

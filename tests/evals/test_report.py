@@ -47,11 +47,14 @@ def plan(**changes: Any) -> dict[str, Any]:
     return record | changes
 
 
+NUMBERS = itertools.count()
+
+
 def sample(**changes: Any) -> dict[str, Any]:
     record: dict[str, Any] = {
         "kind": "sample",
         "pass": "both",
-        "prompt_sha256": "x",
+        "prompt_sha256": str(next(NUMBERS)),
         "prediction": "an answer",
         "fingerprint": "f",
         "threshold": "dense",
@@ -228,9 +231,9 @@ def test_remarks_say_what_the_numbers_do_not_show() -> None:
     for text in (as_text(results), markdown(results), page(results)):
         for remark in remarks(results):
             assert remark in text
-    some = collect([plan(), sample(match=0.0), *[sample(length=4096)] * 20])
+    some = collect([plan(), sample(match=0.0), *(sample(length=4096) for _ in range(20))])
     assert remarks(some)[0].startswith("vt at 2048 tokens scores 0")
-    assert remarks(collect([plan(), *[sample()] * 20])) == []
+    assert remarks(collect([plan(), *(sample() for _ in range(20))])) == []
 
 
 def test_the_page_names_the_machine_and_fits_a_narrow_screen() -> None:

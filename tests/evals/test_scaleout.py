@@ -174,7 +174,7 @@ def test_the_verbs_from_samples_to_a_recommendation(
     argv += ["--settle", "1", "--url", *urls, "--sidecar", *urls]
     assert main([*argv, "--dry-run"]) == 0
     assert "at most about" in capsys.readouterr().err
-    assert not answers(out)
+    assert not out.exists()
     assert main(argv) == 0
     assert len(answers(out)) == 2 * (4 + 4)
     capsys.readouterr()
