@@ -26,6 +26,12 @@ MAGS = (14000, 10000, 7000, 4500, 2500, 1500, 1000)
 SKIP_RATES = (0.0, 0.51, 0.76, 0.89, 0.95)
 KEY_TILES = (1, 2, 5, 8)
 DIVERSE = 6  # seed of inputs whose skips differ between almost all mags
+# A tile without rows for several visits and a last visit with a mask; warps that disagree on a
+# block with a mask, in both tiles.
+CORNERS = (
+    Shape(((100, 300), (300, 200)), num_heads=1),
+    Shape(((256, 544),), mag=1000, seed=55),
+)
 MASKED_EDGES = ((256, 640), (130, 300), (5, 5), (0, 7), (257, 384))
 EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (3, 0), (1, 1), (129, 300), (255, 257))
 
@@ -54,7 +60,7 @@ def parts() -> list[Part]:
     found = [
         Part("dense, not causal", replace(DENSE, causal=False), (*tiles, edges)),
         Part("dense, causal", DENSE, (*tiles, edges)),
-        Part("vote", VOTING, (*tiles, edges, heads, *mags, *dialled)),
+        Part("vote", VOTING, (*tiles, edges, *CORNERS, heads, *mags, *dialled)),
         Part("vote, own P", replace(VOTING, cross_p=False), (*tiles, edges, *mags, *dialled)),
         Part("vote, not causal", replace(VOTING, causal=False), (*tiles, edges, *mags)),
         Part("long", VOTING, (Shape(((256, 63 * 128),), num_heads=1, skip_rate=0.5),), 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blasst.kernels.verify.build import INSTALL
@@ -12,7 +12,10 @@ from blasst.kernels.verify.subject import Case, Subject, Workbench
 from blasst.kernels.verify.subjects.attention import Shape
 from blasst.kernels.verify.subjects.masks import MASKS
 
-EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (1, 1), (129, 300))
+EDGES = (
+    *((256, 640), (70, 70), (0, 5), (100, 64), (1, 1), (129, 300)),
+    *((100, 300), (300, 200)),  # a tile without rows for several visits; a last visit with a mask
+)
 """(queries, keys) of requests with whole tiles, ragged ends, one row, and no row at all."""
 HEADS = ((130, 400), (40, 300))
 LONG = (256, 2048)
@@ -59,17 +62,21 @@ def make(
     page_size: int,
     dense: bool,
     mask: str = "",
+    own_p: bool = False,
 ) -> Plan:
     """shapes: (queries, keys, q heads, kv heads) each; mask: of `subjects.masks.MASKS`, "" = none.
 
     Raises ValueError for what does not fit.
     """
     if kernel in ("fa4", "flashinfer"):
-        if mag is not None or skip_rate is not None or page_size or dense or mask:
+        if mag is not None or skip_rate is not None or page_size or dense or mask or own_p:
             raise ValueError(
-                "--mag, --skip-rate, --page-size, --dense and --mask are of our own kernels"
+                "--mag, --skip-rate, --page-size, --dense, --own-p and --mask are of our own "
+                "kernels"
             )
         return _foreign(kernel, shapes)
+    if own_p and kernel != "sm100":
+        raise ValueError(f"--own-p is of sm100: {kernel} does not choose where P lies")
     if skip_rate is not None and not shapes:
         raise ValueError("--skip-rate needs --shape: its inputs are one request")
     if mask and mask not in MASKS:
@@ -85,13 +92,15 @@ def make(
             Shape(HEADS, num_heads=4, num_kv_heads=2, mag=mag, mask=mask),
             Shape((LONG,), num_heads=1, mag=mag, mask=mask),
         ]
-    return _ours(kernel, wanted, page_size, dense)
+    return _ours(kernel, wanted, page_size, (dense, own_p))
 
 
-def _ours(kernel: str, wanted: list[Shape], page_size: int, dense: bool) -> Plan:
+def _ours(kernel: str, wanted: list[Shape], page_size: int, without: tuple[bool, bool]) -> Plan:
+    """without: votes; cross-stage P."""
+    vote = not without[0]
     choices: dict[str, Any] = {
         "dtype": "bfloat16", "head_dim": 128, "causal": True, "page_size": page_size,
-        "vote": not dense, "count": not dense, "block_mask": bool(wanted[0].mask),
+        "vote": vote, "count": vote, "block_mask": bool(wanted[0].mask),
     }  # fmt: skip
     if kernel == "sm90":
         from blasst.kernels.hopper.launch import config_for
@@ -103,7 +112,7 @@ def _ours(kernel: str, wanted: list[Shape], page_size: int, dense: bool) -> Plan
     from blasst.kernels.blackwell.launch import config_for as blackwell_config
     from blasst.kernels.verify.subjects import blackwell
 
-    sm100 = blackwell_config(**choices)
+    sm100 = replace(blackwell_config(**choices), cross_p=not without[1])
     cases = [(blackwell.case(sm100, shape), SEEDS) for shape in wanted]
     return Plan(blackwell.subject(sm100), cases)
 

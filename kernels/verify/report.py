@@ -58,7 +58,8 @@ class Report:
     def ok(self) -> bool:
         return all(case.ok for case in self.cases) and not self.witness.problems()
 
-    def lines(self) -> list[str]:
+    def lines(self, all_missed: bool = False) -> list[str]:
+        """For people; all_missed: every stretch of instructions that did not run."""
         out = [f"{self.kernel} for {self.arch}", *(f"  {t}" for t in self.witness.describe())]
         out += [f"  PROBLEM: {t}" for t in self.witness.problems()]
         for case in self.cases:
@@ -67,12 +68,8 @@ class Report:
             if len(case.digests) > 1:
                 out.append(f"        {len(case.digests)} different outputs over the schedules")
         if self.covered is not None:
-            missed = ", ".join(
-                f"{i.opcode} at {i.where}" for i in self.covered.missed[:MISSED_SHOWN]
-            )
-            out.append(
-                f"  coverage: {self.covered.reached} of {self.covered.total} PTX instructions "
-                f"({self.covered.share:.1%}){'; first never reached: ' + missed if missed else ''}"
+            out += self._coverage(
+                self.covered, len(self.covered.missed) if all_missed else MISSED_SHOWN
             )
         if self.mutants:
             caught = sum(bool(m.caught) for m in self.mutants)
@@ -82,6 +79,15 @@ class Report:
             )
             out += [f"    {m}" for m in self.mutants if not m.caught]
         return out
+
+    def _coverage(self, covered: Coverage, most: int) -> list[str]:
+        out = [
+            f"  coverage: {covered.reached} of {covered.total} PTX instructions "
+            f"({covered.share:.1%})"
+        ]
+        out += [f"    not reached: {i.opcode} at {i.where}" for i in covered.missed[:most]]
+        left = len(covered.missed) - most
+        return [*out, f"    and {left} more stretches (--coverage)"] if left > 0 else out
 
     def as_json(self) -> dict[str, Any]:
         covered = self.covered

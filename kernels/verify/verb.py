@@ -47,12 +47,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=_page, default=0, metavar="N", help="keys a page, a multiple of 16; "
         "0 = contiguous (default: 0)")  # fmt: skip
     add("--dense", action="store_true", help="our kernels without a vote built in")
+    add("--own-p", action="store_true", help="sm100: P in its own scores, not across stages")
     add("--mask", default="", metavar="NAME", help="our kernels under a block mask, such as "
         "shared_prefix, document or 'random blocks'; a wrong name lists them")  # fmt: skip
     add("--seeds", type=_count, default=None, metavar="N", help="schedules of each shape "
         "(default: 3)")  # fmt: skip
     add("--races", action=argparse.BooleanOptionalAction, default=True,
         help="look for races (default: yes)")  # fmt: skip
+    add("--coverage", action="store_true", help="list every stretch of PTX that did not run, with "
+        "its source line (default: the first ones)")  # fmt: skip
     add("--mutate", type=_count, default=None, metavar="N", help="also leave out every N-th "
         "synchronisation instruction and see whether it is noticed; 1 takes minutes")  # fmt: skip
     add("--timeline", type=Path, default=None, metavar="FILE.svg", help="draw a block of the "
@@ -74,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         plan = plans.make(
             args.kernel, shapes=args.shape, mag=args.mag, skip_rate=args.skip_rate,
             page_size=args.page_size, dense=args.dense, mask=args.mask,
+            own_p=args.own_p,
         )  # fmt: skip
     except ValueError as e:
         return _error(str(e), 2)
@@ -88,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         drawn = _draw(args.timeline, plan) if args.timeline is not None else []
     except BlasstError as e:
         return _error(str(e), 3)
-    print(json.dumps(report.as_json(), indent=1) if args.json else "\n".join(report.lines()))
+    lines = report.lines(args.coverage)
+    print(json.dumps(report.as_json(), indent=1) if args.json else "\n".join(lines))
     for line in drawn:
         _say(line)
     if not args.json:

@@ -40,6 +40,7 @@ def test_wrong_usage(words: tuple[str, ...], command: Callable[..., int]) -> Non
     [
         (("sm90", "--skip-rate", "0.5"), "--skip-rate needs --shape"),
         (("fa4", "--mag", "2500"), "are of our own kernels"),
+        (("sm90", "--own-p"), "--own-p is of sm100"),
         (("fa4", "--mask", "document"), "are of our own kernels"),
         (("sm90", "--mask", "x"), "'x' is not one of shared_prefix, "),
     ],
