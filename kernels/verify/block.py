@@ -168,13 +168,13 @@ class Block:
             self.copies.pop(self.schedule.pick(len(self.copies))).run(self)
             moved = True
         for warp in self.warps:
-            if (warp.products or warp.products_open) and self.schedule.copy_now():
+            if warp.products.jobs() and self.schedule.copy_now():
                 self._product(warp)
         return moved
 
     def _product(self, warp: Warp) -> None:
         """The next product of a warp, in order."""
-        for job in (job for group in (*warp.products, warp.products_open) for job in group):
+        for job in warp.products.jobs():
             if not job.done:
                 job.run(self)
                 return
@@ -320,8 +320,7 @@ class Block:
     def _finish(self) -> None:
         """What must hold when all warps have ended."""
         for warp in self.warps:
-            issued = sum(len(group) for group in warp.bulk) + len(warp.bulk_open)
-            if issued > self.drained.get(warp, 0):
+            if len(warp.bulk.jobs()) > self.drained.get(warp, 0):
                 self.findings.add(
                     "misuse",
                     "ends while a bulk store may still read shared memory",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blasst.kernels.verify.errors import ExecutionError
+from blasst.kernels.verify.groups import committing
 from blasst.kernels.verify.operands import DONE, RETRY, Effect, Mask, Operands, Reader, lanes
 from blasst.kernels.verify.parse import Instruction, split_operands
 from blasst.kernels.verify.registers import PARAMETER_WINDOW, Array
@@ -162,7 +163,7 @@ def _tensor_store(ops: Operands, reduction: str | None) -> Effect:
             _check_shared(block, ops, warp, source, described.element)
             number = None if reduction is None else (reduction, _number(ops, described))
             job = BulkStore(warp, ops.ins, source, target, inside, described.element, number, clock)
-            warp.bulk_open.append(job)
+            warp.bulk.open.append(job)
             block.copies.append(job)
         return DONE
 
@@ -212,19 +213,8 @@ def plain_copy(ops: Operands) -> Effect:
                 )
             else:
                 job = BulkStore(warp, ops.ins, source, target, inside, 8, None, clock)
-                warp.bulk_open.append(job)
+                warp.bulk.open.append(job)
                 block.copies.append(job)
-        return DONE
-
-    return run
-
-
-def bulk_commit(ops: Operands) -> Effect:
-    ops.allow()
-
-    def run(block: Block, warp: Warp, mask: Mask) -> int:
-        warp.bulk.append(warp.bulk_open)
-        warp.bulk_open = []
         return DONE
 
     return run
@@ -237,14 +227,13 @@ def bulk_wait(ops: Operands) -> Effect:
     reads_only = "read" in ops.modifiers
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        groups = warp.bulk[: len(warp.bulk) - left]
-        if any(not job.done for group in groups for job in group):
+        jobs = warp.bulk.but_last(left)
+        if any(not job.done for job in jobs):
             return RETRY
-        block.drained[warp] = sum(len(g) for g in groups)
+        block.drained[warp] = len(jobs)
         if block.races is not None:
-            for group in groups:
-                for job in group:
-                    block.races.joined_bulk(warp, job, reads_only)
+            for job in jobs:
+                block.races.joined_bulk(warp, job, reads_only)
         return DONE
 
     return run
@@ -258,7 +247,7 @@ TABLE = {
     "cp.async.bulk.tensor": tensor_copy,
     "cp.reduce.async.bulk.tensor": tensor_reduce,
     "cp.async.bulk": plain_copy,
-    "cp.async.bulk.commit_group": bulk_commit,
+    "cp.async.bulk.commit_group": committing(lambda warp: warp.bulk),
     "cp.async.bulk.wait_group": bulk_wait,
     "cp.async.bulk.prefetch": prefetch,
     "prefetch": prefetch,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blasst.kernels.verify.errors import ExecutionError
+from blasst.kernels.verify.groups import committing
 from blasst.kernels.verify.memory import Storage
 from blasst.kernels.verify.operands import (
     DONE,
@@ -230,19 +231,8 @@ def copy_async(ops: Operands) -> Effect:
             read = source[sizes > 0]
             _reach(ops, block, warp, "global", read, unit if (sizes == unit).all() else 1)
         job = LaneCopy(warp, ops.ins, target, source, sizes, unit, clock)
-        warp.copies_open.append(job)
+        warp.copies.open.append(job)
         block.copies.append(job)
-        return DONE
-
-    return run
-
-
-def copy_commit(ops: Operands) -> Effect:
-    ops.allow()
-
-    def run(block: Block, warp: Warp, mask: Mask) -> int:
-        warp.copies.append(warp.copies_open)
-        warp.copies_open = []
         return DONE
 
     return run
@@ -256,15 +246,12 @@ def copy_wait(ops: Operands) -> Effect:
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
         keep = 0 if left is None else uniform(left(warp), mask)
-        groups = warp.copies[: len(warp.copies) - keep]
-        if everything:
-            groups = [*groups, warp.copies_open]
-        if any(not job.done for group in groups for job in group):
+        jobs = warp.copies.jobs() if everything else warp.copies.but_last(keep)
+        if any(not job.done for job in jobs):
             return RETRY
         if block.races is not None:
-            for group in groups:
-                for job in group:
-                    block.races.joined_copy(warp, job)
+            for job in jobs:
+                block.races.joined_copy(warp, job)
         return DONE
 
     return run
@@ -276,7 +263,7 @@ TABLE = {
     "atom": atom,
     "red": red,
     "cp.async": copy_async,
-    "cp.async.commit_group": copy_commit,
+    "cp.async.commit_group": committing(lambda warp: warp.copies),
     "cp.async.wait_group": copy_wait,
     "cp.async.wait_all": copy_wait,
 }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from blasst.kernels.verify.errors import ExecutionError
+from blasst.kernels.verify.groups import Groups
 from blasst.kernels.verify.operands import Mask
 from blasst.kernels.verify.registers import LANES, Array, RegisterFile
 
@@ -39,12 +40,9 @@ class Warp:
     steps: int = 0
     clock: Any = None
     tensor_stores: list[Any] = field(default_factory=list)
-    bulk: list[Any] = field(default_factory=list)
-    bulk_open: list[Any] = field(default_factory=list)
-    copies: list[Any] = field(default_factory=list)
-    copies_open: list[Any] = field(default_factory=list)
-    products: list[Any] = field(default_factory=list)
-    products_open: list[Any] = field(default_factory=list)
+    bulk: Groups = field(default_factory=Groups)
+    copies: Groups = field(default_factory=Groups)
+    products: Groups = field(default_factory=Groups)
     pending: dict[int, int] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
     dirty: set[int] = field(default_factory=set)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blasst.kernels.verify import numerics
+from blasst.kernels.verify.groups import committing
 from blasst.kernels.verify.operands import DONE, Effect, Mask, Operands, uniform
 from blasst.kernels.verify.parse import Instruction
 from blasst.kernels.verify.products import DEPTH, numbers, smem_tile
@@ -110,7 +111,7 @@ def mma_async(ops: Operands) -> Effect:
             accumulate=bool(accumulate(warp)[0]),
             clock=None if block.races is None else block.races.issue(warp),
         )
-        warp.products_open.append(job)
+        warp.products.open.append(job)
         warp.in_flight |= touched
         return DONE
 
@@ -128,32 +129,20 @@ def fence(ops: Operands) -> Effect:
     return run
 
 
-def commit(ops: Operands) -> Effect:
-    ops.allow("sync", "aligned")
-
-    def run(block: Block, warp: Warp, mask: Mask) -> int:
-        warp.products.append(warp.products_open)
-        warp.products_open = []
-        return DONE
-
-    return run
-
-
 def wait(ops: Operands) -> Effect:
     """wait_group N: products that no one has run yet run now, the latest that they may."""
     ops.allow("sync", "aligned")
     left = int(ops.ins.operands[0])
 
     def run(block: Block, warp: Warp, mask: Mask) -> int:
-        cut = max(len(warp.products) - left, 0)
-        finished, warp.products = warp.products[:cut], warp.products[cut:]
-        for job in (job for group in finished for job in group):
+        finished = warp.products.but_last(left)
+        warp.products.forget(left)
+        for job in finished:
             if not job.done:
                 job.run(block)
             if block.races is not None:
                 block.races.joined_product(warp, job)
-        rest = [job for group in (*warp.products, warp.products_open) for job in group]
-        warp.in_flight = {row for job in rest for row in (*job.d, *job.a)}
+        warp.in_flight = {row for job in warp.products.jobs() for row in (*job.d, *job.a)}
         return DONE
 
     return run
@@ -162,6 +151,6 @@ def wait(ops: Operands) -> Effect:
 TABLE = {
     "wgmma.mma_async": mma_async,
     "wgmma.fence": fence,
-    "wgmma.commit_group": commit,
+    "wgmma.commit_group": committing(lambda warp: warp.products, "sync", "aligned"),
     "wgmma.wait_group": wait,
 }
