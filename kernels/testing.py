@@ -69,12 +69,15 @@ def dialled_inputs(
         [_choose_low(visited, skippable, skip_rate, generator) for _ in range(num_kv_heads)]
     )
     total = seqlen + context
-    q = torch.randn(seqlen, num_heads, head_dim, generator=generator)
-    k = torch.randn(total, num_kv_heads, head_dim, generator=generator)
-    v = torch.randn(total, num_kv_heads, head_dim, generator=generator)
+    if options.device != "cpu":
+        generator = torch.Generator(options.device).manual_seed(options.seed)
+    q, k, v = (
+        torch.randn(rows, heads, head_dim, generator=generator, device=options.device)
+        for rows, heads in ((seqlen, num_heads), (total, num_kv_heads), (total, num_kv_heads))
+    )
     tame_queries(q)
     tame_keys(k)
-    lower(k, low, geometry)
+    lower(k, low.to(options.device), geometry)
     return Dialled(
         q=q.to(options.dtype),
         kv=RaggedKV(k.to(options.dtype), v.to(options.dtype), cumulative([total])),
@@ -130,11 +133,12 @@ def low_blocks(
 
 @dataclass(frozen=True)
 class DialOptions:
-    """What most callers leave alone."""
+    """What most callers leave alone. device: where q, k and v are drawn and left."""
 
     dtype: torch.dtype = torch.float32
     geometry: Geometry = field(default_factory=Geometry)
     seed: int = 0
+    device: str = "cpu"
 
 
 def _reach(

@@ -51,7 +51,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape, skip_rate: float) -> Inputs:
-    options = DialOptions(dtype=torch.bfloat16, geometry=HOPPER_GEOMETRY)
+    options = DialOptions(dtype=torch.bfloat16, geometry=HOPPER_GEOMETRY, device="cuda")
     x = dialled_inputs(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -62,7 +62,7 @@ def make_inputs(shape: Shape, skip_rate: float) -> Inputs:
         options=options,
     )
     ends = cumulative([shape.tokens] * shape.batch).cuda()
-    q, k, v = (t.cuda().repeat(shape.batch, 1, 1) for t in (x.q, x.kv.k, x.kv.v))
+    q, k, v = (t.repeat(shape.batch, 1, 1) for t in (x.q, x.kv.k, x.kv.v))
     counters = torch.zeros(shape.num_kv_heads, 2, dtype=torch.int64, device="cuda")
     skip_lambda = x.skip_lambda.cuda().repeat(shape.batch)
     kv = RaggedKV(k, v, ends)
