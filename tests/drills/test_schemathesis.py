@@ -17,6 +17,7 @@ from blasst.server.settings import Settings
 from blasst.server.sidecar import Sidecar
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
+HOOKS = str(Path(__file__).with_name("schemathesis_hooks.py"))
 TOKEN = "0123456789abcdef" * 2
 EXAMPLES = int(os.environ.get("BLASST_SCHEMATHESIS_EXAMPLES", "40"))
 """Per operation; the table in docs/measurements/drills.md says with how many it was made."""
@@ -57,7 +58,7 @@ def fuzz(program, url, folder, *more, config=CONFIG):
         text=True,
         cwd=folder,
         timeout=60 + EXAMPLES,
-        env={**os.environ, "NO_PROXY": "127.0.0.1", "COLUMNS": "100"},
+        env={**os.environ, "SCHEMATHESIS_HOOKS": HOOKS, "NO_PROXY": "127.0.0.1", "COLUMNS": "100"},
     )
 
 
