@@ -168,13 +168,13 @@ def test_two_ranks_use_the_same_lambda_while_it_changes(
         [
             sys.executable, "-P", "-m", "blasst.plugin.check_ranks", "serve", str(tiny_model),
             "--tp", "2", "--requests", "12", "--tokens", "700", "--chunk", "256",
-            "--dtype", "float32", "--out", str(tmp_path / "two.json"),
+            "--dtype", "float32", "--ready-s", "400", "--out", str(tmp_path / "two.json"),
         ],
         env=clean_environment(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     found = json.loads((tmp_path / "two.json").read_text())
