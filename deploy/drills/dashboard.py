@@ -142,10 +142,10 @@ def _series(lines: Sequence[Line], unit: str, width: int, height: int) -> str:
         )
     for number, line in enumerate(lines):
         colour = _COLOURS[number % len(_COLOURS)]
-        path = " ".join(f"{x(t):.1f},{y(v):.1f}" for t, v in line.points)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-        )
+        for run in _runs(line.points):
+            path = " ".join(f"{x(t):.1f},{y(v):.1f}" for t, v in run)
+            style = f'fill="none" stroke="{colour}" stroke-width="1.5"'
+            parts.append(f'<polyline points="{path}" {style}/>')
         if number < shown:
             more = f" (+{len(lines) - shown} more)" if number == shown - 1 < len(lines) - 1 else ""
             text = html.escape(f"{line.legend}: {_number(line.points[-1][1], unit)}{more}")

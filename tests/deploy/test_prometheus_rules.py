@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from blasst.deploy.drills.dashboard import draw
+from blasst.deploy.drills import dashboard
 from blasst.kernels.exchange.layout import FRONT, RANK, front_fields, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter
 from blasst.server.settings import Settings
@@ -255,7 +255,7 @@ def test_every_query_runs_on_a_real_prometheus(prometheus, deploy, load, tmp_pat
         url, "sum(rate(blasst_tiles_skipped_total[1m])) / sum(rate(blasst_tiles_visited_total[1m]))"
     )
     assert float(ratio[0]["value"][1]) == pytest.approx(0.4)
-    page = draw(url, deploy / DASHBOARD, minutes=1)
+    page = dashboard.draw(url, deploy / DASHBOARD, minutes=1)
     assert page.count("<svg") == len(panels)
     assert "No data" not in page
     assert "layer 1: 40%" in page
@@ -277,3 +277,10 @@ def test_rules_and_dashboard_name_only_metrics_that_exist(metrics_url, deploy, l
 def test_the_makefile_fetches_promtool():
     root = Path(__file__).parents[2]
     assert ".ci/promtool" in (root / "Makefile").read_text()
+
+
+def test_a_drawn_line_ends_where_its_values_end():
+    runs = dashboard._runs([(0, 1.0), (4, 1.0), (8, 1.0), (80, 1.0), (84, 2.0)])
+    assert [len(run) for run in runs] == [3, 2]
+    lines = [dashboard.Line("x", [(0, 1.0), (4, 1.0), (80, 1.0), (84, 2.0)])]
+    assert dashboard._series(lines, "short", 600, 200).count("<polyline") == 2
