@@ -88,7 +88,8 @@ class Config:
     cross_p: P of a tile is stored where the scores of the other one were. schedule, stages (of
     keys and of values): None = what is best. lazy_log2: how far, in
     log2 units, a running maximum may rise before the output is rescaled. block_mask: the blocks
-    to visit come in lists.
+    to visit come in lists. grid: thread blocks that stay and go through all work, longest first; 0:
+    one for each 256 query rows of a head.
     """
 
     dtype: str
@@ -107,6 +108,7 @@ class Config:
     lazy_log2: float = 8.0
     trace: bool = False
     block_mask: bool = False
+    grid: int = 0
 
     @property
     def plan(self) -> Schedule:

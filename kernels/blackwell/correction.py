@@ -28,8 +28,9 @@ class Correction:
     def correct(self) -> None:
         for i in cutlass.range(self.visits, unroll=1):
             for tile in cutlass.range_constexpr(TILES):
-                self.edges.edge("scale", tile).wait(i)
-                scale = self.scale[tile, i % 2, self.row]
+                message = self.edges.edge("scale", tile)
+                message.wait(i)
+                scale = self.scale[tile, message.slot(i), self.row]
                 # Most visits raise no maximum, and skipped ones none at all.
                 if cute.arch.vote_any_sync(scale != 1.0):
                     # Complete before S(i) was: all products up to P @ V of i - 2.
@@ -40,8 +41,11 @@ class Correction:
     @cute.jit
     def await_output(self, tile: int) -> None:
         """Also of a tile without rows: no product may complete in a block that has ended."""
-        if self.visits > 0:
+        if cutlass.const_expr(self.config.grid > 0):
             self.edges.edge("o_done", tile).wait(0)
+        else:
+            if self.visits > 0:
+                self.edges.edge("o_done", tile).wait(0)
 
     @cute.jit
     def rescale(self, tile: int, scale: Float32) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -15,9 +15,10 @@ from blasst.kernels.cute.tmem import fence_after_sync, fence_before_sync
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """One edge of each tile. arrivals: that complete a phase; slots: visit i uses i % slots.
+    """One edge of each tile. arrivals: that complete a phase; slots: phase i uses i % slots.
 
     A slot is used again only when its last phase was waited for: `why` says who sees to it.
+    phases: one a "visit", one an "item" (all visits of the 256 rows), or one for "both".
     """
 
     name: str
@@ -27,10 +28,12 @@ class EdgeSpec:
     slots: int
     why: str
     cross_only: bool = False
+    phases: str = "visit"
+    stays_only: bool = False
 
 
 EDGES = (
-    EdgeSpec("q_full", "keys warp (TMA)", "MMA warp", 1, 1, "once a tile"),
+    EdgeSpec("q_full", "keys warp (TMA)", "MMA warp", 1, 1, "once an item", phases="item"),
     EdgeSpec("s_full", "MMA warp (commit)", "softmax", 1, 1, "the next one waits for s_free"),
     EdgeSpec(
         "s_free",
@@ -42,16 +45,32 @@ EDGES = (
         True,
     ),
     EdgeSpec("p_full", "softmax", "MMA warp", WARPS, 1, "behind the next s_full or s_free"),
-    EdgeSpec("scale", "softmax", "correction", WARPS, 2, "S(i + 2) is behind o_ready of i"),
+    EdgeSpec(
+        "scale", "softmax", "correction", WARPS, 2, "S(i + 2) is behind o_ready of i", phases="both"
+    ),
     EdgeSpec("o_ready", "correction", "MMA warp", WARPS, 2, "scale(i + 2) is behind P @ V of i"),
     EdgeSpec("o_full", "MMA warp (commit)", "correction", 1, 1, "the next waits for o_ready"),
-    EdgeSpec("o_done", "MMA warp (commit)", "correction", 1, 1, "once a tile"),
+    EdgeSpec("o_done", "MMA warp (commit)", "correction", 1, 1, "once an item", phases="item"),
+    EdgeSpec(
+        "q_free",
+        "correction",
+        "keys warp; softmax, before its second message of the next item",
+        WARPS,
+        1,
+        "the next o_done is behind queries, and the next normaliser behind that message",
+        phases="item",
+        stays_only=True,
+    ),
 )
 
 
 def edge_specs(config: Config) -> tuple[EdgeSpec, ...]:
     """The edges of a build."""
-    return tuple(e for e in EDGES if config.cross_p or not e.cross_only)
+    return tuple(
+        e
+        for e in EDGES
+        if (config.cross_p or not e.cross_only) and (config.grid or not e.stays_only)
+    )
 
 
 def barrier_count(config: Config) -> int:
@@ -60,22 +79,32 @@ def barrier_count(config: Config) -> int:
 
 
 class Edge(NamedTuple):
-    """An edge of one tile on the device."""
+    """An edge of one tile on the device. before: phases of earlier items, None without any."""
 
     barriers: cute.Pointer
     slots: int
+    before: Any = None
+
+    def phase(self, visit: Int32) -> Int32:
+        return visit if self.before is None else self.before + visit
+
+    def slot(self, visit: Int32) -> Int32:
+        return self.phase(visit) % self.slots
+
+    def parity(self, visit: Int32) -> Int32:
+        return (self.phase(visit) // self.slots) & 1
 
     def at(self, visit: Int32) -> cute.Pointer:
-        return self.barriers + visit % self.slots
+        return self.barriers + self.slot(visit)
 
     def wait(self, visit: Int32) -> None:
         """Consumer: until the visit's phase is complete."""
-        cute.arch.mbarrier_wait(self.at(visit), (visit // self.slots) & 1)
+        cute.arch.mbarrier_wait(self.at(visit), self.parity(visit))
         fence_after_sync()
 
     def wait_with(self, visit: Int32, value: Float32) -> Float32:
         """wait(), and `value`, which depends on the wait."""
-        value = wait_with(self.at(visit), (visit // self.slots) & 1, value)
+        value = wait_with(self.at(visit), self.parity(visit), value)
         fence_after_sync()
         return value
 
@@ -94,16 +123,28 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Edges:
-    """All edges of both tiles; init() by one thread, before a fence and a barrier of the block."""
+    """All edges of both tiles; init() by one thread, before a fence and a barrier of the block.
+
+    visits, items: of the thread block so far, where it stays; None where it has one item.
+    """
 
     config: Config
     barriers: cute.Pointer
+    visits: Any = None
+    items: Any = None
+
+    def before(self, phases: str) -> Any:
+        if self.items is None:
+            return None
+        both = self.visits + self.items
+        return {"visit": self.visits, "item": self.items, "both": both}[phases]
 
     def edge(self, name: str, tile: int) -> Edge:
         first = 0
         for spec in edge_specs(self.config):
             if spec.name == name:
-                return Edge(self.barriers + first + tile * spec.slots, spec.slots)
+                at = self.barriers + first + tile * spec.slots
+                return Edge(at, spec.slots, self.before(spec.phases))
             first += TILES * spec.slots
         raise KeyError(name)
 

@@ -15,6 +15,14 @@ VECTOR = 8  # 16-bit elements of one 16-byte store
 
 
 @cute.jit
+def await_normaliser(correction: Correction, index: cutlass.Constexpr[int]) -> Int32:
+    """Until it is there; returns its slot."""
+    edge = correction.edges.edge("scale", index)
+    edge.wait(correction.visits)
+    return edge.slot(correction.visits)
+
+
+@cute.jit
 def store_output(
     correction: Correction,
     index: cutlass.Constexpr[int],
@@ -25,8 +33,8 @@ def store_output(
 ) -> None:
     """smem: the tile's own queries, (rows, head_dim), free once the tile's products are done."""
     config, row = correction.config, correction.row
-    correction.edges.edge("scale", index).wait(correction.visits)
-    scale = correction.scale[index, correction.visits % 2, row]
+    slot = await_normaliser(correction, index)
+    scale = correction.scale[index, slot, row]
     values = cute.make_rmem_tensor(CHUNK, Float32)
     packed = cute.make_rmem_tensor(CHUNK, smem.element_type)
     store = cute.make_copy_atom(

@@ -79,6 +79,20 @@ class Multiplier:
                 self.edges.edge("o_done", tile).commit(0)
 
     @cute.jit
+    def multiply_or_pass_by(self) -> None:
+        """In a thread block that stays; an item without visits has its arrivals."""
+        if self.visits > 0:
+            self.multiply()
+        else:
+            self.pass_by()
+
+    @cute.jit
+    def pass_by(self) -> None:
+        for tile in cutlass.range_constexpr(TILES):
+            self.edges.edge("q_full", tile).wait(0)
+            self.edges.edge("o_done", tile).commit(0)
+
+    @cute.jit
     def issue_qk(self, tile: int, i: Int32, first: cutlass.Constexpr[bool]) -> None:
         """S = Q @ K.T of visit i."""
         o = self.operands

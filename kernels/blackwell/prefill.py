@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from blasst.kernels.blackwell.config import ALIGNMENT, ROWS, TILES, WARP, WARPGROUP, Config
 from blasst.kernels.blackwell.correction import Correction
 from blasst.kernels.blackwell.edges import Edges, barrier_count
-from blasst.kernels.blackwell.epilogue import store_output
+from blasst.kernels.blackwell.epilogue import await_normaliser, store_output
 from blasst.kernels.blackwell.mma import Multiplier, Operands
 from blasst.kernels.blackwell.softmax import Softmax
 from blasst.kernels.cute import tmem
@@ -30,8 +30,8 @@ from blasst.kernels.cute.load import load_blocks, load_queries
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import tile_layout, transposed
 from blasst.kernels.cute.tile import Tile
-from blasst.kernels.cute.trace import Trace, start_trace
-from blasst.kernels.cute.visits import Lists, Visits, visits_at
+from blasst.kernels.cute.trace import NO_TRACE, Trace, start_trace
+from blasst.kernels.cute.visits import Lists, visits_at
 
 
 class Shared(NamedTuple):
@@ -49,6 +49,26 @@ class Shared(NamedTuple):
     scale: cute.Tensor
     kept: cute.Tensor
     tmem: cute.Tensor
+
+    def after(self, clock: cute.Tensor) -> Any:
+        """With the phases of the next item. clock: registers [2], visits and items so far."""
+        visits, items = clock[0], clock[1]
+        return self._replace(
+            edges=replace(self.edges, visits=visits, items=items),
+            keys=replace(self.keys, before=visits),
+            values=replace(self.values, before=visits),
+        )
+
+
+class Item(NamedTuple):
+    """256 query rows of a head: their place, both tiles in one and apart, how many visits each
+    passes by first, and the visits when a block mask lists them."""
+
+    place: Place
+    tile: Tile
+    tiles: tuple[Tile, Tile]
+    leads: tuple[Int32, Int32]
+    listed: Any
 
 
 class BlackwellPrefill:
@@ -95,22 +115,27 @@ class BlackwellPrefill:
             lists,
         )
         grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q)
-        self.kernel(arrays, scale_log2, num_kv_heads).launch(
+        work = None
+        if cutlass.const_expr(config.grid > 0):
+            work = grid
+            grid = (cutlass.min(config.grid, work[0] * work[1] * work[2]), 1, 1)
+        self.kernel(arrays, scale_log2, num_kv_heads, work).launch(
             grid=grid, block=(config.roles.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, arrays: Arrays, scale_log2: Float32, num_kv_heads: Int32):
-        place = make_place(self.config, num_kv_heads)
-        tile = tile_at(self.config, arrays, place.request, place.row, self.config.tile_m)
-        if tile.rows > 0:
-            self.attend(arrays, tile, place, scale_log2)
+    def kernel(self, arrays: Arrays, scale_log2: Float32, num_kv_heads: Int32, work: Any):
+        if cutlass.const_expr(self.config.grid > 0):
+            self.stay(arrays, (work, num_kv_heads), scale_log2)
+        else:
+            place = make_place(self.config, num_kv_heads)
+            tile = tile_at(self.config, arrays, place.request, place.row, self.config.tile_m)
+            if tile.rows > 0:
+                self.attend(arrays, tile, place, scale_log2)
 
     @cute.jit
-    def attend(self, arrays: Arrays, tile: Tile, place: Place, scale_log2: Float32) -> None:
-        """Every warp takes its role."""
-        config, roles, registers = self.config, self.config.roles, self.config.registers
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    def item_at(self, arrays: Arrays, place: Place, tile: Tile) -> Item:
+        config = self.config
         tiles = tuple(
             tile_at(config, arrays, place.request, place.row + t * ROWS, ROWS) for t in range(TILES)
         )
@@ -122,31 +147,138 @@ class BlackwellPrefill:
             tile = replace(tile, n_blocks=listed.count())
             tiles = tuple(replace(tiles[t], n_blocks=listed.own(t)) for t in range(TILES))
             leads = tuple(listed.first(t) for t in range(TILES))
+        return Item(place, tile, tiles, leads, listed)
+
+    @cute.jit
+    def attend(self, arrays: Arrays, tile: Tile, place: Place, scale_log2: Float32) -> None:
+        """Every warp takes its role."""
+        roles, registers = self.config.roles, self.config.registers
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        item = self.item_at(arrays, place, tile)
         shared = self.allocate(warp)
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem.iterator)
         if warp >= roles.mma:
             cute.arch.setmaxregister_decrease(registers.other)
             if warp == roles.mma:
-                if tile.n_blocks > 0:
+                if item.tile.n_blocks > 0:
                     trace = start_trace(arrays.trace, warp)
-                    products = (tile.n_blocks, leads, listed)
-                    self.multiplier(shared, base, products, trace).multiply()
-                cute.arch.relinquish_tmem_alloc_permit()
-                cute.arch.barrier(
-                    barrier_id=config.teardown_barrier, number_of_threads=WARPGROUP + WARP
-                )
-                cute.arch.dealloc_tmem(base, tmem.COLUMNS)
-            elif tile.n_blocks > 0:
-                self.produce(arrays, shared, (tile, listed), warp, place)
+                    self.multiplier(shared, base, item, trace).multiply()
+                self.free(base)
+            elif item.tile.n_blocks > 0:
+                self.produce(arrays, shared, item, warp)
         elif warp >= roles.correction:
             cute.arch.setmaxregister_decrease(registers.correction)
-            self.correct(arrays, shared, tile.n_blocks, tiles, place)
+            self.correct(arrays, shared, item)
+            self.leave()
         else:
             cute.arch.setmaxregister_increase(registers.softmax)
             for index in cutlass.range_constexpr(TILES):
                 if warp // 4 == index:
-                    job = (index, tiles[index], tile.n_blocks, leads[index], listed)
-                    self.soften(arrays, shared, job, place, scale_log2)
+                    self.soften(arrays, shared, index, item, scale_log2)
+
+    @cute.jit
+    def stay(self, arrays: Arrays, work: tuple[Any, Int32], scale_log2: Float32) -> None:
+        """As attend, for one item after the other; every warp goes through them on its own.
+
+        work: (heads of a group, tiles of the longest request, kv heads * requests), kv heads.
+        """
+        roles, registers = self.config.roles, self.config.registers
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = self.allocate(warp)
+        base = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tmem.iterator)
+        job = (arrays, shared, base, work, scale_log2)
+        # A loop for each role: in one for all, every warp would need the registers of softmax.
+        if warp >= roles.mma:
+            cute.arch.setmaxregister_decrease(registers.other)
+            if warp == roles.mma:
+                self.go_through(job, "multiply")
+                self.free(base)
+            else:
+                self.go_through(job, "produce")
+        elif warp >= roles.correction:
+            cute.arch.setmaxregister_decrease(registers.correction)
+            self.go_through(job, "correct")
+            self.leave()
+        else:
+            cute.arch.setmaxregister_increase(registers.softmax)
+            for index in cutlass.range_constexpr(TILES):
+                if warp // 4 == index:
+                    self.go_through(job, "soften", index)
+
+    @cute.jit
+    def go_through(
+        self,
+        job: tuple[Any, ...],
+        role: cutlass.Constexpr[str],
+        index: cutlass.Constexpr[int] = 0,
+    ) -> None:
+        """All items of the thread block, in one role."""
+        arrays, shared, base, ((group_size, m_blocks, slots), num_kv_heads), scale_log2 = job
+        clock = cute.make_rmem_tensor(2, Int32)
+        clock[0], clock[1] = Int32(0), Int32(0)
+        count, step = group_size * m_blocks * slots, cute.arch.grid_dim()[0]
+        for at in cutlass.range(cute.arch.block_idx()[0], count, step, unroll=1):
+            place = self.place_at(at, (group_size, m_blocks, slots), num_kv_heads)
+            tile = tile_at(self.config, arrays, place.request, place.row, self.config.tile_m)
+            if tile.rows > 0:
+                item = self.item_at(arrays, place, tile)
+                self.do_item((arrays, shared, base, item, scale_log2), clock, role, index)
+                clock[0] += item.tile.n_blocks
+                clock[1] += 1
+
+    @cute.jit
+    def do_item(
+        self,
+        job: tuple[Any, ...],
+        clock: cute.Tensor,
+        role: cutlass.Constexpr[str],
+        index: cutlass.Constexpr[int],
+    ) -> None:
+        """Arrives everywhere, also for an item without visits."""
+        arrays, shared, base, item, scale_log2 = job
+        shared = shared.after(clock)
+        if cutlass.const_expr(role == "multiply"):
+            self.multiplier(shared, base, item, NO_TRACE).multiply_or_pass_by()
+        elif cutlass.const_expr(role == "produce"):
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            self.produce(arrays, shared, item, warp)
+        elif cutlass.const_expr(role == "correct"):
+            self.correct(arrays, shared, item)
+        else:
+            self.soften(arrays, shared, index, item, scale_log2)
+
+    @cute.jit
+    def place_at(self, at: Int32, work: tuple[Int32, Int32, Int32], num_kv_heads: Int32) -> Place:
+        """Of the item `at`. The last rows of all requests and heads come first: the longest."""
+        group_size, m_blocks, slots = work
+        m_reversed, at = at // (group_size * slots), at % (group_size * slots)
+        slot, in_group = at // group_size, at % group_size
+        kv_head, request = slot % num_kv_heads, slot // num_kv_heads
+        row = (m_blocks - 1 - m_reversed) * self.config.tile_m
+        return Place(kv_head * group_size + in_group, kv_head, request, row)
+
+    @cute.jit
+    def await_epilogue(self, shared: Shared) -> None:
+        """Keys warp: the outputs of the last item have left the place of the queries."""
+        for t in cutlass.range_constexpr(TILES):
+            shared.edges.edge("q_free", t).wait(-1)
+
+    @cute.jit
+    def free(self, base: cute.Pointer) -> None:
+        """MMA warp: tensor memory, when nobody reads it any more."""
+        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.barrier(
+            barrier_id=self.config.teardown_barrier, number_of_threads=WARPGROUP + WARP
+        )
+        cute.arch.dealloc_tmem(base, tmem.COLUMNS)
+
+    @cute.jit
+    def leave(self) -> None:
+        """Correction warps: tensor memory is no longer read."""
+        tmem.fence_before_sync()
+        cute.arch.barrier_arrive(
+            barrier_id=self.config.teardown_barrier, number_of_threads=WARPGROUP + WARP
+        )
 
     @cute.jit
     def allocate(self, warp: Int32) -> Shared:
@@ -191,19 +323,19 @@ class BlackwellPrefill:
         self,
         arrays: Arrays,
         shared: Shared,
-        job: tuple[Tile, Visits | None],
+        item: Item,
         warp: Int32,
-        place: Place,
     ) -> None:
-        """job: both tiles in one, and its visits when a block mask lists them."""
         config = self.config
-        tile, listed = job
+        place, tile, _, _, listed = item
         pages = None
         if cutlass.const_expr(config.page_size > 0):
             pages = arrays.page_table[place.request, None]
         mine = (0, place.kv_head, pages)
         q_full = shared.edges.edge("q_full", 0).barriers
         if warp == config.roles.keys:
+            if cutlass.const_expr(config.grid > 0):
+                self.await_epilogue(shared)
             load_queries(arrays.q, shared.q, q_full, tile, place.head, config.query_bytes)
             load_blocks(config, arrays.k, shared.k, shared.keys, tile, mine, visits=listed)
         if warp == config.roles.values:
@@ -214,13 +346,12 @@ class BlackwellPrefill:
         self,
         arrays: Arrays,
         shared: Shared,
-        job: tuple[int, Tile, Int32, Int32, Visits | None],
-        place: Place,
+        index: cutlass.Constexpr[int],
+        item: Item,
         scale_log2: Float32,
     ) -> None:
-        """job: index, tile, visits, lead and list of this softmax warpgroup."""
-        config = self.config
-        index, tile, visits, lead, listed = job
+        config, place, listed = self.config, item.place, item.listed
+        tile, visits, lead = item.tiles[index], item.tile.n_blocks, item.leads[index]
         row = cute.arch.thread_idx()[0] % WARPGROUP
         floor = -Float32.inf
         if cutlass.const_expr(config.vote):
@@ -257,11 +388,10 @@ class BlackwellPrefill:
         self,
         arrays: Arrays,
         shared: Shared,
-        visits: Int32,
-        tiles: tuple[Tile, Tile],
-        place: Place,
+        item: Item,
     ) -> None:
         config = self.config
+        place, tiles, visits = item.place, item.tiles, item.tile.n_blocks
         lanes = tmem.own_lanes(shared.tmem[0])
         correction = Correction(
             config,
@@ -277,22 +407,22 @@ class BlackwellPrefill:
             if tiles[t].rows > 0:
                 smem = shared.q[None, None, t]
                 store_output(correction, t, tiles[t], arrays.out, smem, place.head)
-        tmem.fence_before_sync()
-        cute.arch.barrier_arrive(
-            barrier_id=config.teardown_barrier, number_of_threads=WARPGROUP + WARP
-        )
+            if cutlass.const_expr(config.grid > 0):
+                if tiles[t].rows <= 0:
+                    # No phase may be missed.
+                    await_normaliser(correction, t)
+                shared.edges.edge("q_free", t).arrive(0)
 
     @cute.jit
     def multiplier(
         self,
         shared: Shared,
         base: cute.Pointer,
-        job: tuple[Int32, tuple[Int32, Int32], Visits | None],
+        item: Item,
         trace: Trace,
     ) -> Multiplier:
-        """job: visits, the lead of each tile, and the list of a block mask."""
         config = self.config
-        visits, leads, listed = job
+        visits, leads, listed = item.tile.n_blocks, item.leads, item.listed
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shapes = (ROWS, config.tile_n), (ROWS, config.head_dim)
         mma_qk, mma_pv = (

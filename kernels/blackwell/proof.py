@@ -84,7 +84,7 @@ def parts() -> list[Part]:
         found.append(Part(f"{buffered[0]} and {buffered[1]} quarters buffered", config, shapes, 8))
     for page in (48, 256):
         found.append(Part(f"pages of {page}", replace(VOTING, page_size=page), (edges,), 3))
-    return found + masked_parts()
+    return found + masked_parts() + staying_parts()
 
 
 def masked_parts() -> list[Part]:
@@ -105,7 +105,25 @@ def masked_parts() -> list[Part]:
     ]
 
 
+def staying_parts() -> list[Part]:
+    """Thread blocks that stay: phases go on from one item to the next, some without visits."""
+    edges = Shape(EDGES)
+    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2)
+    mag = Shape(((512, 640), (130, 300)), mag=2500, seed=DIVERSE)
+    masked = tuple(Shape(MASKED_EDGES, mask=mask) for mask in ("blind rows", "blind tiles"))
+    paged = replace(STAYING, page_size=16, head_dim=64, dtype="float16", causal=False)
+    return [
+        Part("staying", STAYING, (edges, heads, mag)),
+        Part("staying, own P", replace(STAYING, cross_p=False, grid=1), (edges, heads, mag)),
+        Part("staying, dense", replace(STAYING, vote=False, count=False), (edges,)),
+        Part("staying, pages of 16", paged, (edges, mag)),
+        Part("staying, masks", replace(STAYING, block_mask=True), masked),
+        Part("schedules, staying", STAYING, (Shape(((512, 640), (130, 300)), num_heads=1),), 200),
+    ]
+
+
 DENSE = replace(VOTING, vote=False, count=False)
+STAYING = replace(VOTING, grid=2)
 MASKED = replace(VOTING, block_mask=True)
 
 

@@ -190,8 +190,20 @@ class Softmax:
     @cute.jit
     def send_scale(self, scale: Float32, i: Int32) -> None:
         """To the correction warpgroup."""
-        self.scale[i % 2, self.row] = scale
-        self.edges.edge("scale", self.index).arrive(i)
+        edge = self.edges.edge("scale", self.index)
+        if cutlass.const_expr(self.config.grid > 0):
+            self.await_epilogue(i)
+        self.scale[edge.slot(i), self.row] = scale
+        edge.arrive(i)
+
+    @cute.jit
+    def await_epilogue(self, i: Int32) -> None:
+        """Of the last item, whose normaliser may be in the slot of the second message of this one.
+
+        Once an item, so that no phase is missed.
+        """
+        if (i == 1) | (self.visits == 0):
+            self.edges.edge("q_free", self.index).wait(-1)
 
     @cute.jit
     def send_vote(self, kept: Boolean) -> None:

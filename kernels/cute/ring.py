@@ -1,6 +1,7 @@
 """A ring of shared-memory stages, guarded by full and empty mbarriers; visit i uses i % stages."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -13,12 +14,17 @@ class Ring:
 
     bytes_per_producer: what each of the producer warps announces. peers: thread blocks of a cluster
     that bring each other parts of every stage: a stage is empty when all of them are done with it.
+    before: visits of earlier work, None without any.
     """
 
     barriers: cute.Pointer
     stages: int
     bytes_per_producer: int
     peers: int = 1
+    before: Any = None
+
+    def count(self, visit: Int32) -> Int32:
+        return visit if self.before is None else self.before + visit
 
     def init(self, producer_warps: int, consumer_warps: int) -> None:
         """By one thread, before a fence and a barrier of the block."""
@@ -27,12 +33,14 @@ class Ring:
             cute.arch.mbarrier_init(self.empty(stage), consumer_warps * self.peers)
 
     def stage(self, visit: Int32) -> Int32:
+        visit = self.count(visit)
         if self.stages & (self.stages - 1):
             return visit % self.stages
         return visit & (self.stages - 1)
 
     def round(self, visit: Int32) -> Int32:
         """Parity of how often the ring has been gone through; shifts, because visits are signed."""
+        visit = self.count(visit)
         if self.stages & (self.stages - 1):
             return visit // self.stages & 1
         return visit >> (self.stages.bit_length() - 1) & 1

@@ -31,6 +31,7 @@ CONFIGS = [
         ("bfloat16", "float16"), (64, 128), (0, 16, 48, 256), (True, False), (True, False)
     )
 ]
+CONFIGS += [replace(config, grid=148) for config in CONFIGS[:2]]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: repr(c)[:110])
