@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from blasst.kernels.blackwell.config import CROSS, Config
-from blasst.kernels.blackwell.proof import DENSE, DIVERSE, EDGES, VOTING, Part, parts
+from blasst.kernels.blackwell.proof import CORNERS, DENSE, DIVERSE, EDGES, VOTING, Part, parts
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
+from blasst.kernels.verify.mutate import REDUCTIONS, candidates, mutants
 from blasst.kernels.verify.subject import Verdict, Workbench
 
 BUFFERING = replace(VOTING, schedule=replace(CROSS, buffered=(4, 2)))
@@ -93,6 +94,22 @@ def test_a_skipped_block_loses_its_product_and_nothing_else() -> None:
         skips = int(case.outputs["counters"][:, 1].sum())
         products.append(verdict.run.products + skips * VOTING.tile_n // 16)
     assert products[0] == products[1]
+
+
+def test_every_vote_is_needed() -> None:
+    """Warps that go by their own vote are noticed, on blocks with a mask too."""
+    found = bench(VOTING)
+    votes = {
+        number
+        for number, ins in enumerate(candidates(found.program.instructions))
+        if ins.opcode.startswith(REDUCTIONS)
+    }
+    cases = [
+        blackwell.case(VOTING, shape)
+        for shape in (CORNERS[1], Shape(((256, 640),), mag=2500, seed=DIVERSE))
+    ]
+    survivors = mutants(found, cases, chosen=lambda number: number in votes)
+    assert [m.caught.split(":")[0] for m in survivors] == ["wrong result"] * 4
 
 
 def test_the_whole_proof_has_what_was_promised() -> None:
