@@ -65,6 +65,13 @@ def too_large_for_cpu(layers: int) -> str | None:
     )
 
 
+def no_model_reason(folder: str | Path) -> str | None:
+    """Why this is no model's folder; None: it is one."""
+    if (Path(folder) / "config.json").is_file():
+        return None
+    return f"{folder} holds no config.json; give the folder of a Hugging Face model"
+
+
 def on_cpu() -> bool:
     """Whether vLLM runs on the CPU here."""
     from vllm.platforms import current_platform

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from blasst.plugin.bench_engines import ENVIRONMENT, make_engine, on_cpu
+from blasst.plugin.bench_engines import ENVIRONMENT, make_engine, no_model_reason, on_cpu
 from blasst.plugin.dial import replaced
 
 MAG = 2500
@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True)
     add("--one", choices=list(FAULTS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if not (Path(args.model) / "config.json").is_file():
-        parser.error(f"{args.model} holds no config.json")
+    reason = no_model_reason(args.model)
+    if reason is not None:
+        parser.error(reason)
+    if not args.out.absolute().parent.is_dir():
+        parser.error(f"the folder of {args.out} does not exist")
     names = args.faults.split(",")
     unknown = set(names) - set(FAULTS)
     if unknown:

@@ -25,6 +25,7 @@ from blasst.kernels.exchange.desired import DesiredState, write_desired
 from blasst.kernels.exchange.layout import RANK
 from blasst.kernels.exchange.stats import iter_stats
 from blasst.kernels.threshold import SkipThreshold
+from blasst.plugin.bench_engines import no_model_reason
 from blasst.plugin.bench_server import Server, ServerError, served
 
 CLIENTS = 8
@@ -77,8 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.verb == "compare":
         return _compare([json.loads(f.read_text()) for f in args.files])
-    if not (Path(args.model) / "config.json").is_file():
-        parser.error(f"{args.model} holds no config.json")
+    reason = no_model_reason(args.model)
+    if reason is None and args.prompts is not None and not args.prompts.is_file():
+        reason = f"{args.prompts} does not exist"
+    if reason is None and not args.out.absolute().parent.is_dir():
+        reason = f"the folder of {args.out} does not exist"
+    if reason is not None:
+        parser.error(reason)
     try:
         found = _serve(args)
     except ServerError as e:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from blasst.kernels.exchange.layout import RANK, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter
-from blasst.plugin import bench
+from blasst.plugin import bench, bench_step
+from blasst.plugin.bench_engines import on_cpu
 
 
 def _arguments(prompts: Path | None = None, model: Path | None = None) -> argparse.Namespace:
@@ -44,6 +46,29 @@ def test_tiles_are_summed_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bench._tiles(tmp_path) == (60, 7)
     for writer in writers:
         writer.close()
+
+
+@pytest.mark.parametrize("main", [bench.main, bench_step.main])
+def test_a_model_that_is_not_there_is_bad_usage(
+    main: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["overhead", "none"] if main is bench.main else ["none", "--out", str(out)]
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    assert "none holds no config.json" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.vllm
+def test_a_large_model_without_a_gpu_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    if not on_cpu():
+        pytest.skip("vLLM has a GPU here")
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["overhead", "llama-8b"])
+    assert stopped.value.code == 2
+    assert "need a GPU, and vLLM sees none here" in capsys.readouterr().err
 
 
 def test_bad_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
