@@ -11,7 +11,7 @@ import torch
 from blasst.kernels.block_lists import group_lists
 from blasst.kernels.call import Call
 from blasst.kernels.cute.host import Inputs, choice_reasons, geometry_reasons, problem_choices
-from blasst.kernels.hopper.config import ROWS, TUNED, Config
+from blasst.kernels.hopper.config import MASKED, ROWS, TUNED, Config
 from blasst.kernels.types import Geometry, PagedKV, Problem, RaggedKV
 
 DTYPES = ("bfloat16", "float16")
@@ -87,6 +87,8 @@ def config_for(
     what causality hides, so that one build serves both.
     """
     tuned = TUNED.get((head_dim, vote), {})
+    if block_mask:
+        tuned = MASKED.get((head_dim, vote), tuned)
     causal = causal and not block_mask
     return Config(dtype, head_dim, causal, page_size, vote, count, block_mask=block_mask, **tuned)
 
