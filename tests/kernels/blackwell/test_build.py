@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import blasst.kernels
 from blasst.kernels.blackwell.config import CROSS, Config
@@ -15,6 +16,7 @@ from blasst.kernels.blackwell.proof import DENSE, MASKED, VOTING
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
 from blasst.kernels.blackwell.edges import EDGES
+from blasst.kernels.cute.exponential import POLYNOMIAL, SMALLEST
 from blasst.kernels.verify.ablate import ablate
 from blasst.kernels.verify.build import Artifact, build, compile_in_process
 from blasst.kernels.verify.subjects import blackwell
@@ -85,6 +87,15 @@ def test_the_assembler_keeps_to_the_store_schedule(buffered: tuple[int, int] | N
     for count, wanted in zip(exponentials_before_the_window(config), expected, strict=True):
         # One more may be the factor of the old output; the last ones may follow the test.
         assert wanted - 2 <= count <= wanted + 1
+
+
+def test_the_polynomial_of_exp2() -> None:
+    """Within 2.9e-6 of 2**f, 1 at 0: a row's largest exponential is exact."""
+    f = torch.arange(0, 1, 1e-4, dtype=torch.float64)
+    value = sum(c * f**k for k, c in enumerate(POLYNOMIAL))
+    assert value[0] == 1.0
+    assert float((value / torch.exp2(f) - 1).abs().max()) < 2.9e-6
+    assert SMALLEST + 127 == 0  # the bits of 1.0 less 127 exponents are those of 0
 
 
 def test_without_blasst_in_the_source_the_build_is_the_same(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from blasst.kernels.verify import costs, plans, verb
+from blasst.kernels.verify import costs, plans, timing, verb
 from blasst.kernels.verify.parse import Instruction
+from blasst.kernels.verify.program import Program
 from blasst.kernels.verify.subjects import fa4
 
 
@@ -79,6 +81,20 @@ def test_report_and_timeline(
         assert lane in drawn
     for step in ("exp2", "issue QK", "issue PV", "wait scores"):
         assert step in drawn
+
+
+def test_pieces_of_a_segment_share_its_time(kernel: Callable[..., Any]) -> None:
+    """32 exponentials, then 160 sums: together as long as the busiest pipe, and no longer."""
+    body = [f" ex2.approx.ftz.f32 %r{i}, %r{i};" for i in range(32)]
+    body += [f" add.f32 %r{40 + i % 160}, %r1, %r2;" for i in range(160)]
+    program = Program.from_text(kernel("\n".join(body), {}).text())
+    (segment,) = [s for s in program.steps if s is not None and s.end - s.at == 192]
+    pieces = timing.chunks(program, segment)
+    assert len(pieces) == 4
+    assert sum(p.length for p in pieces) == pytest.approx(32 * 8)
+    assert sum(p.busy["mufu"] for p in pieces) == pytest.approx(32 * 8)
+    assert sum(p.busy["issue"] for p in pieces) == pytest.approx(192)
+    assert len({p.length for p in pieces}) == 1
 
 
 def test_every_cost_is_reachable() -> None:
