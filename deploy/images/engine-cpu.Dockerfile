@@ -22,4 +22,5 @@ ENV PATH=/opt/venv/bin:$PATH \
 USER 10001:10001
 WORKDIR /home/blasst
 EXPOSE 8000
-ENTRYPOINT ["vllm", "serve", "--attention-backend", "blasst"]
+# vLLM takes the model only as its first word: MODEL --attention-backend blasst follow.
+ENTRYPOINT ["vllm", "serve"]

@@ -18,4 +18,5 @@ ENV VLLM_BLASST_STATE_DIR=/state VLLM_NO_USAGE_STATS=1
 USER 10001:10001
 WORKDIR /home/blasst
 EXPOSE 8000
-ENTRYPOINT ["vllm", "serve", "--attention-backend", "blasst"]
+# vLLM takes the model only as its first word: MODEL --attention-backend blasst follow.
+ENTRYPOINT ["vllm", "serve"]

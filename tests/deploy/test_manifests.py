@@ -326,6 +326,15 @@ def test_the_engines_command_names_options_of_vllm(deploy, load, pods):
         assert option in source or re.search(rf"\b{field}\b", source), option
 
 
+def test_engines_start_with_their_model_and_the_backend(deploy, load, pods):
+    """vLLM refuses a command whose first word is not the model."""
+    assert entry(deploy, "engine-cpu") == entry(deploy, "engine-gpu") == ["vllm", "serve"]
+    (deployed,) = (c["args"] for c in pods[0][1]["containers"])
+    for words in (load("compose/compose.yaml")[0]["services"]["engine"]["command"], deployed):
+        text = " ".join(words).replace("=", " ")
+        assert text.startswith("/model --attention-backend blasst "), text
+
+
 def test_documents_parse_without_duplicate_keys(deploy):
     class Strict(yaml.SafeLoader):
         pass
