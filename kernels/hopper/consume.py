@@ -193,11 +193,12 @@ class Consumer:
             kept = self.ballot.eager(self.needs(bits, kept), votes)
         self.trace.mark(Step.VOTE, i)
         if kept:
-            self.exponentiate(self.follow(bits, outgrown))
-            self.trace.mark(Step.EXP2, i)
+            # All warps of the group alike: whose bases follow, they decide for themselves.
             warpgroup.wait_group(0)
             self.trace.mark(Step.WAIT_PV, i)
             self.values.release(i - 1)
+            self.exponentiate(self.follow(bits, outgrown))
+            self.trace.mark(Step.EXP2, i)
             self.convert()
             self.trace.mark(Step.STORE_P, i)
         return kept
@@ -262,10 +263,9 @@ class Consumer:
 
     @cute.jit
     def rebase(self) -> cute.Tensor:
-        """All rows of the warp; waits for the product in flight. Returns bits, none positive."""
+        """All rows of the warp, with no product in flight. Returns bits, none positive."""
         factors = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         self.softmax.rebase(self.operands.scores, factors)
-        warpgroup.wait_group(0)
         scale_rows(self.operands.acc, factors)
         bits = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
         bits.fill(LEAST)

@@ -139,9 +139,9 @@ def visit(self, i: Int32) -> None:
     self.softmax.shift(o.scores)
     bits = self.softmax.greatest_bits(o.scores)
     outgrown = cute.arch.vote_any_sync(self.softmax.outgrown(bits))
-    self.exponentiate(self.follow(bits, outgrown))
     warpgroup.wait_group(0)
     self.values.release(i - 1)
+    self.exponentiate(self.follow(bits, outgrown))
     self.convert()
 
 

@@ -20,6 +20,8 @@ from blasst.kernels.verify.subjects.attention import Shape
 VOTING = Config("bfloat16", 128, True, 0, True, True)
 PAGED = replace(VOTING, head_dim=64, dtype="float16", page_size=16)
 SKIPPING = Shape(((128, 640),), mag=2500, seed=6)
+# The second tile sees the second block only in part, and its warps vote differently on it.
+DIAGONAL = Shape(((128, 664),), mag=2500, seed=9)
 LENGTHS = ((200, 333), (70, 70), (0, 9), (1, 1), (5, 0))
 
 
@@ -58,7 +60,7 @@ def test_hopper_kernel_equals_the_oracle_under_every_schedule(config: Config) ->
 
 def test_hopper_kernel_reaches_its_instructions() -> None:
     bench = hopper_bench(VOTING)
-    shapes = [Shape(LENGTHS), Shape(((230, 700), (64, 64)), num_heads=1)]
+    shapes = [Shape(LENGTHS), SKIPPING, Shape(((230, 700), (64, 64)), num_heads=1)]
     runs = [bench.run(hopper.case(VOTING, shape)).run.findings for shape in shapes]
     covered = coverage(bench.program, runs)
     assert covered.share > 0.97, covered.missed
@@ -74,7 +76,7 @@ def test_mutants_of_the_hopper_kernel_are_noticed() -> None:
     """Every fourth synchronisation instruction, several tiles and blocks."""
     bench = hopper_bench(VOTING)
     shape = Shape(((200, 500), (64, 64)), num_heads=1)
-    cases = [hopper.case(VOTING, s) for s in (shape, SKIPPING)]
+    cases = [hopper.case(VOTING, s) for s in (shape, SKIPPING, DIAGONAL)]
     total = len(candidates(bench.program.instructions))
     found = mutated(bench, cases, set(range(1, total, 4)))
     assert len(found) >= 8
