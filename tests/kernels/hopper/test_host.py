@@ -14,7 +14,6 @@ import torch
 
 from blasst.kernels.cute.host import layout_reasons
 from blasst.kernels.errors import UnsupportedError
-from blasst.kernels.hopper.ballot import WARPS, slots
 from blasst.kernels.hopper.config import ROWS, WARPGROUP, Config
 from blasst.kernels.hopper.launch import config_for, config_reasons, prefill
 from blasst.kernels.types import RaggedKV
@@ -31,6 +30,8 @@ CONFIGS += [replace(config, cluster=config.cluster_for(4)) for config in CONFIGS
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_config_fits_the_chip(config: Config) -> None:
+    from blasst.kernels.hopper.ballot import WARPS, slots
+
     stages = config.key_stages + config.value_stages
     tiles = config.warpgroups * config.query_bytes + stages * config.bytes_per_stage
     barriers = config.barriers + slots(config)
