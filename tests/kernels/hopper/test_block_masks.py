@@ -80,7 +80,7 @@ def test_more_visits_than_a_warp_has_lanes() -> None:
     seqlens = ((64, 5200),)
     mask = block_mask("blind rows", seqlens, 1, Geometry(ROWS, 128))
     assert int(mask.partial_counts.sum() + mask.full_counts.sum()) > WARP
-    _, (visited, skipped) = run(VOTING, "blind rows", seqlens=seqlens, num_heads=1)
+    _, (visited, skipped) = run(VOTING, "blind rows", seqlens=seqlens, num_heads=1, mag=2500)
     assert visited > skipped > 0
 
 
