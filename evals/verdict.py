@@ -219,9 +219,10 @@ def _answer(record: Record) -> list[int | str]:
 def _points(v: LengthVerdict) -> str:
     if not math.isfinite(v.difference):
         return "difference not measured"
+    nll = f"{v.nll:+.4f}" if math.isfinite(v.nll) else "not measured"
     return (
         f"{v.difference:+.2f} points [{v.low:+.2f}, {v.high:+.2f}], {v.pairs} pairs, detectable "
-        f"{v.detectable:.2f}, NLL {v.nll:+.4f}, agreement {v.agreement:.1%};"
+        f"{v.detectable:.2f}, NLL {nll}, agreement {v.agreement:.1%};"
     )
 
 
