@@ -54,10 +54,10 @@ EDGES = (
     EdgeSpec(
         "q_free",
         "correction",
-        "keys warp; softmax, before its second message of the next item",
+        "keys warp; softmax, if the next item has no visit",
         WARPS,
         1,
-        "the next o_done is behind queries, and the next normaliser behind that message",
+        "the next o_done is behind queries, a normaliser without visits behind this wait",
         phases="item",
         stays_only=True,
     ),

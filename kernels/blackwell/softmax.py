@@ -67,6 +67,8 @@ class Softmax:
         if self.visits > 1:
             # The slot was read: nothing else says so after the last scores.
             self.edges.edge("o_ready", self.index).wait(self.visits - 2)
+        if cutlass.const_expr(self.config.grid > 0):
+            self.await_epilogue()
         self.send_scale(self.normaliser(), self.visits)
         return skipped
 
@@ -191,18 +193,13 @@ class Softmax:
     def send_scale(self, scale: Float32, i: Int32) -> None:
         """To the correction warpgroup."""
         edge = self.edges.edge("scale", self.index)
-        if cutlass.const_expr(self.config.grid > 0):
-            self.await_epilogue(i)
         self.scale[edge.slot(i), self.row] = scale
         edge.arrive(i)
 
     @cute.jit
-    def await_epilogue(self, i: Int32) -> None:
-        """Of the last item, whose normaliser may be in the slot of the second message of this one.
-
-        Once an item, so that no phase is missed.
-        """
-        if (i == 1) | (self.visits == 0):
+    def await_epilogue(self) -> None:
+        """Of the last item: the slot of a normaliser is free. Scores say so, but here are none."""
+        if self.visits == 0:
             self.edges.edge("q_free", self.index).wait(-1)
 
     @cute.jit
