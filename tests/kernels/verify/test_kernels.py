@@ -20,8 +20,9 @@ from blasst.kernels.verify.subjects.attention import Shape
 VOTING = Config("bfloat16", 128, True, 0, True, True)
 PAGED = replace(VOTING, head_dim=64, dtype="float16", page_size=16)
 SKIPPING = Shape(((128, 640),), mag=2500, seed=6)
-# The second tile sees the second block only in part, and its warps vote differently on it.
-DIAGONAL = Shape(((128, 664),), mag=2500, seed=9)
+# Warps of the second tile vote differently: on a block after a skipped one, and on its second
+# block, which it sees only in part.
+DIFFERING = [Shape(((128, 664),), mag=2500, seed=seed) for seed in (6, 9)]
 LENGTHS = ((200, 333), (70, 70), (0, 9), (1, 1), (5, 0))
 
 
@@ -76,7 +77,7 @@ def test_mutants_of_the_hopper_kernel_are_noticed() -> None:
     """Every fourth synchronisation instruction, several tiles and blocks."""
     bench = hopper_bench(VOTING)
     shape = Shape(((200, 500), (64, 64)), num_heads=1)
-    cases = [hopper.case(VOTING, s) for s in (shape, SKIPPING, DIAGONAL)]
+    cases = [hopper.case(VOTING, s) for s in (shape, *DIFFERING)]
     total = len(candidates(bench.program.instructions))
     found = mutated(bench, cases, set(range(1, total, 4)))
     assert len(found) >= 8
