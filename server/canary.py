@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -26,7 +27,7 @@ from blasst.kernels.threshold import (
 )
 from blasst.server.canary_plan import Bounds, CanaryPlan
 from blasst.server.control import ControlService, Wish, etag
-from blasst.server.probe import ProbeError, Result
+from blasst.server.probe import ProbeError, Result, whole_tokens
 from blasst.server.problems import Problem
 from blasst.server.traces import Traces
 
@@ -39,6 +40,15 @@ yet to read the threshold; changed_meanwhile: it changed during the probe."""
 
 _RAISED = "canary: raised from "
 _MAX_BYTES = 1 << 20
+_DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 Follows = Callable[[int], bool]
 
 
@@ -53,18 +63,22 @@ def raised_over(state: DesiredState, threshold: Threshold | None, min_context: i
 
 
 def raised(
-    threshold: Threshold, step_mag: float, ceiling_mag: float, tokens: int
+    threshold: Threshold, step_mag: float, ceiling_mag: float, tokens: int, hold: bool = False
 ) -> Threshold | None:
-    """One step more conservative; None = dense, above the ceiling. tokens: prompt length at which a
-    scale is compared with the ceiling."""
+    """One step more conservative. What is at the ceiling becomes None, dense, or with `hold` stays.
+    tokens: prompt length at which a scale is compared with the ceiling."""
+
+    def one(threshold: SkipThreshold | None) -> SkipThreshold | None:
+        new = _raised(threshold, step_mag, ceiling_mag, tokens)
+        return threshold if hold and new is None else new
+
     if isinstance(threshold, Schedule):
         steps = tuple(
-            dataclasses.replace(s, threshold=_raised(s.threshold, step_mag, ceiling_mag, tokens))
-            for s in threshold.steps
+            dataclasses.replace(step, threshold=one(step.threshold)) for step in threshold.steps
         )
         schedule = Schedule(steps)
         return None if schedule.all_dense else schedule
-    return _raised(threshold, step_mag, ceiling_mag, tokens)
+    return one(threshold)
 
 
 def _raised(
@@ -73,7 +87,8 @@ def _raised(
     if threshold is None or threshold.value == 0.0:
         return threshold
     at = threshold.skip_lambda(tokens) if threshold.unit != "scale" else threshold.value / tokens
-    mag = lambda_to_mag(min(at, LAMBDA_MAX))
+    # A scale so small that its lambda underflows is above every ceiling.
+    mag = lambda_to_mag(min(at, LAMBDA_MAX)) if at > 0.0 else math.inf
     if mag >= ceiling_mag:
         return None
     if threshold.unit == "scale":
@@ -182,7 +197,7 @@ class Canary:
         except Problem as e:
             # Somebody else was quicker, or the disk is full: the next probe judges anew.
             self._fail(e.detail)
-            outcome = "changed_meanwhile"
+            outcome = "changed_meanwhile" if e.status == 412 else "failed"
         if not self._error:
             self._logged = ""
         with self._lock:
@@ -191,7 +206,10 @@ class Canary:
 
     def _probe(self) -> str:
         state = self._control.read()
-        if state.threshold is None:
+        threshold = state.threshold
+        if threshold is None or (isinstance(threshold, Schedule) and threshold.all_dense):
+            # Nothing is probed any more that could show that the breach is over.
+            self._breached, self._error = False, ""
             return "dense"
         if not self._follows(state.generation):
             return "not_followed"
@@ -200,11 +218,11 @@ class Canary:
         result = self.plan.endpoint.probe(prompt, self.plan.max_tokens)
         tokens = result.prompt_tokens
         short = self._min_context() if state.min_context is None else state.min_context
-        if tokens < short or threshold_at(state.threshold, tokens) is None:
+        self._error = ""
+        if tokens < short or threshold_at(threshold, tokens) is None:
             return "dense"
         if self._control.read().generation != state.generation:
             return "changed_meanwhile"
-        self._error = ""
         self._take(state.generation, result)
         self._judge(state)
         self._save()
@@ -252,12 +270,14 @@ class Canary:
             # The folder may be another sidecar's by now.
             return
         tokens = max(result.prompt_tokens for result in self._window.results)
-        new = raised(state.threshold, plan.step_mag, plan.ceiling_mag, tokens)
+        hold = plan.at_ceiling == "hold"
+        new = raised(state.threshold, plan.step_mag, plan.ceiling_mag, tokens, hold)
         if new == state.threshold:
-            self._fail(f"{why}, and {new} has no step above it; see the engine's log")
-            return
-        if new is None and plan.at_ceiling == "hold":
-            self._fail(f"{why} at the ceiling, MAG {plan.ceiling_mag:g}: it holds there")
+            self._fail(
+                f"{why} at the ceiling, MAG {plan.ceiling_mag:g}: it holds there"
+                if hold
+                else f"{why}, and {new} has no step above it; see the engine's log"
+            )
             return
         base = base_of(state) or str(state.threshold)
         reason = f"{why} over {len(self._window.results)} probes"
@@ -302,7 +322,7 @@ class Canary:
             breached = bool(body["breached"])
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except _DAMAGED as e:
             self._fail(f"{STATE_NAME} cannot be read and is begun anew: {e!r}")
             return
         with self._lock:
@@ -314,11 +334,11 @@ def _result(entry: Mapping[str, object]) -> Result:
         _number(entry["agreement"]),
         _number(entry["control"]),
         _number(entry["nll_increase"]),
-        int(_number(entry["prompt_tokens"])),
+        whole_tokens(entry["prompt_tokens"]),
     )
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is not a finite number")
+    return float(value)

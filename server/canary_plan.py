@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -83,10 +82,15 @@ def load_plan(path: Path, default_url: str) -> CanaryPlan:
     """default_url: of the engine that this sidecar belongs to. Raises SettingsError."""
     try:
         with open(path, "rb") as f:
-            raw = tomllib.loads(f.read(_MAX_PLAN_BYTES).decode())
+            text = f.read(_MAX_PLAN_BYTES + 1)
+        if len(text) > _MAX_PLAN_BYTES:
+            raise SettingsError(f"--canary {path} is larger than {_MAX_PLAN_BYTES} bytes: no plan")
+        raw = tomllib.loads(text.decode())
     except OSError as e:
         raise SettingsError(f"--canary {path} cannot be read: {e.strerror}") from e
-    except ValueError as e:
+    except SettingsError:
+        raise
+    except (ValueError, RecursionError) as e:
         raise SettingsError(f"--canary {path} is not TOML: {e}") from e
     values = {name: _value(path, name, value) for name, value in raw.items()}
     if "prompts" not in values:
@@ -117,7 +121,8 @@ def load_prompts(path: Path) -> tuple[Prompt, ...]:
     try:
         if path.stat().st_size > _MAX_PROMPTS_BYTES:
             raise SettingsError(f"prompts {path} is larger than {_MAX_PROMPTS_BYTES} bytes")
-        lines = path.read_text("utf-8").splitlines()
+        # Not splitlines: text in JSON may hold what Unicode calls the end of a line.
+        lines = path.read_text("utf-8").split("\n")
     except OSError as e:
         raise SettingsError(f"prompts {path} cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -155,7 +160,8 @@ def _value(path: Path, name: str, value: Any) -> Any:
     if name in _NUMBERS:
         low, high, unit = _NUMBERS[name]
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low <= value <= high:
+        # In this order: an integer of TOML may be too large for a float.
+        if not number or not low <= value <= high:
             raise SettingsError(f"--canary {path}: {name} must be {low:g} to {high:g} {unit}")
         if name in _WHOLE and not isinstance(value, int):
             raise SettingsError(f"--canary {path}: {name} must be a whole number of {unit}")
@@ -164,7 +170,7 @@ def _value(path: Path, name: str, value: Any) -> Any:
     if kind is object:
         names = sorted((*_NUMBERS, *_TEXTS, *_FLAGS))
         raise SettingsError(f"--canary {path}: {name!r} is unknown; it takes {', '.join(names)}")
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or "\0" in str(value):
         raise SettingsError(f"--canary {path}: {name} must be {kind.__name__}")
     return value
 

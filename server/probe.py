@@ -95,7 +95,7 @@ class Endpoint:
             answer = self._call("/v1/chat/completions", sent)
         try:
             return _read_answer(answer)
-        except (KeyError, IndexError, TypeError, ValueError) as e:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:
             raise ProbeError(
                 f"the answer of {self.url} lacks what vLLM answers with logprobs: {e!r}"
             ) from e
@@ -119,7 +119,7 @@ class Endpoint:
             with e:
                 told = e.read(300).decode(errors="replace")
             raise ProbeError(f"{self.url}{path} answers HTTP {e.code}: {told}") from None
-        except (OSError, http.client.HTTPException, ValueError) as e:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as e:
             raise ProbeError(f"no usable answer from {self.url}{path}: {e}") from e
         if not isinstance(found, dict):
             raise ProbeError(f"{self.url}{path} answers no JSON object")
@@ -173,7 +173,15 @@ def _read_answer(answer: Mapping[str, Any]) -> Answer:
     positions = []
     for token, logprob, top in rows:
         values = {str(key): float(value) for key, value in (top or {}).items()}
-        if not math.isfinite(float(logprob)):
-            raise ValueError(f"ln p of {token} is {logprob}")
+        for name, value in ((token, float(logprob)), *values.items()):
+            if not math.isfinite(value):
+                raise ValueError(f"ln p of {name} is {value}")
         positions.append(Position(str(token), float(logprob), values))
-    return Answer(tuple(positions), int(answer["usage"]["prompt_tokens"]))
+    return Answer(tuple(positions), whole_tokens(answer["usage"]["prompt_tokens"]))
+
+
+def whole_tokens(value: object) -> int:
+    """A prompt's length. Raises ValueError for what is none: a scale is divided by it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no number of prompt tokens")
+    return value

@@ -19,6 +19,7 @@ from blasst.server.canary_plan import Bounds, CanaryPlan
 from blasst.server.control import ControlService, Wish
 from blasst.server.follow import Follower
 from blasst.server.probe import Endpoint, Prompt
+from blasst.server.problems import Problem
 
 MAG = SkipThreshold("mag", 2500)
 
@@ -258,6 +259,44 @@ def test_above_the_ceiling(make, control, vllm, at_ceiling, last):
     assert seen[2:] == [last, last]
 
 
+def test_a_step_of_a_schedule_holds_at_the_ceiling_while_others_go_up(make, control, vllm):
+    schedule = Schedule.parse("1k=mag:3200,rest=mag:2500")
+    canary = make(schedule, ceiling_mag=3200.0, at_ceiling="hold", min_probes=1, cooldown_s=0.0)
+    vllm.differs_at = 0
+    seen = []
+    for _ in range(3):
+        canary.probe()
+        seen.append(control.read().threshold)
+    assert seen[0] == Schedule.parse("1k=mag:3200,rest=mag:3000")
+    assert seen[1] == seen[2] == Schedule.parse("1k=mag:3200,rest=mag:3200")
+    assert "it holds there" in canary.state().error
+
+
+def test_dense_attention_ends_a_breach(make, control, vllm):
+    canary = make(SkipThreshold("mag", 14000), min_probes=1)
+    vllm.differs_at = 0
+    canary.probe()
+    assert (control.read().threshold, canary.state().breached) == (None, True)
+    assert canary.probe() == "dense"
+    assert not canary.state().breached
+    control.set(Wish(Schedule.parse("1k=off,rest=off")), "*")
+    canary._breached = True
+    assert canary.probe() == "dense"
+    assert not canary.state().breached
+
+
+def test_a_step_that_the_disk_refuses_is_a_failure(make, control, vllm, monkeypatch):
+    canary = make(min_probes=1)
+    vllm.differs_at = 0
+
+    def full(wish, if_match):
+        raise Problem(507, "no-space", "The disk is full.")
+
+    monkeypatch.setattr(control, "set", full)
+    assert canary.probe() == "failed"
+    assert canary.state().error == "The disk is full."
+
+
 def test_watching_steps_never(make, control, vllm):
     canary = make(watch_only=True)
     vllm.differs_at = 0
@@ -282,6 +321,7 @@ def test_watching_steps_never(make, control, vllm):
             Schedule.parse("1k=off,2k=off,rest=mag:3000"),
         ),
         (Schedule.parse("1k=mag:14000,rest=off"), None),
+        (SkipThreshold("scale", 5e-324), None),
     ],
 )
 def test_one_step_of_every_kind(threshold, expected):
@@ -293,7 +333,21 @@ def test_the_window_and_the_step_survive_a_restart(make, control, vllm, tmp_path
     again = make(threshold=None)
     again._load()
     assert again.state().probes == 1
-    for damaged in ("", "{", "[]", '{"schema_version": 9}', '{"schema_version": 1}'):
+    good = (tmp_path / STATE_NAME).read_text()
+    for damaged in (
+        "",
+        "{",
+        "[]",
+        '{"schema_version": 9}',
+        '{"schema_version": 1}',
+        "[" * 100_000,
+        good.replace("5000", "Infinity"),
+        good.replace("5000", "0"),
+        good.replace('"agreement": 1.0', '"agreement": NaN'),
+        good.replace('"agreement": 1.0', '"agreement": 1' + "0" * 400),
+        good.replace('"generation": 1', '"generation": Infinity'),
+    ):
+        assert damaged != good
         (tmp_path / STATE_NAME).write_text(damaged)
         fresh = make(threshold=None)
         fresh._load()
@@ -320,6 +374,7 @@ def test_without_an_endpoint_probes_fail_and_serving_goes_on(make, control, vllm
         (b"{}", "names no model"),
         (b"[]", "no JSON object"),
         (b"x", "no usable answer"),
+        (b'{"a":' + b"[" * 100_000, "no usable answer"),
     ):
         vllm.answer = answer
         assert canary.probe() == "failed"

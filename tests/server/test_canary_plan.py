@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from blasst.server.canary_plan import Bounds, load_plan, load_prompts
-from blasst.server.probe import Answer, Endpoint, Position, ProbeError, _read_answer, compare
+from blasst.server.probe import (
+    Answer,
+    Endpoint,
+    Position,
+    ProbeError,
+    Prompt,
+    _read_answer,
+    compare,
+)
 from blasst.server.settings import SettingsError
 
 
@@ -38,6 +46,30 @@ def test_what_vllm_answers_is_read_and_what_it_does_not_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("top_logprobs", [1]),
+        ("top_logprobs", {"a": float("-inf")}),
+        ("token_logprobs", 10**400),
+        ("prompt_tokens", float("inf")),
+        ("prompt_tokens", 0),
+        ("prompt_tokens", True),
+    ],
+)
+def test_whatever_the_endpoint_answers_is_a_failed_probe_at_worst(monkeypatch, where, value):
+    found = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0}]}
+    usage = {"prompt_tokens": 3}
+    if where in found:
+        found[where] = [value]
+    else:
+        usage[where] = value
+    answer = {"choices": [{"logprobs": found}], "usage": usage}
+    monkeypatch.setattr(Endpoint, "_call", lambda self, path, body: answer)
+    with pytest.raises(ProbeError, match="lacks what vLLM answers"):
+        Endpoint("http://127.0.0.1:1", "m").probe(Prompt("x"), 1)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("x", "is not TOML"),
@@ -54,6 +86,10 @@ def test_what_vllm_answers_is_read_and_what_it_does_not_is_refused():
         ('prompts = "p"\napi_key_file = "open"', "others can read"),
         ('prompts = "bad"', "line 1 of"),
         ('prompts = "none"', "has 0 prompts"),
+        ('prompts = "p\\u0000"', "prompts must be str"),
+        ('prompts = "p"\nstep_mag = 1' + "0" * 400, "step_mag must be 1 to 10000 MAG"),
+        ('prompts = "p"\nwhat = ' + "[" * 20_000, "is not TOML"),
+        ('prompts = "p"\n#' + "x" * 65_536 + "\nwatch_only = true", "is larger than 65536 bytes"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_at_the_start(tmp_path, text, message):
@@ -86,3 +122,8 @@ def test_a_plan_with_everything(tmp_path):
     assert (plan.interval_s, plan.window, plan.at_ceiling, plan.watch_only) == (5, 9, "hold", True)
     assert [p.prompt for p in plan.prompts] == ["x", None, [1]]
     assert len(load_prompts(tmp_path / "p")) == 3
+
+
+def test_text_may_hold_what_unicode_calls_the_end_of_a_line(tmp_path):
+    (tmp_path / "p").write_text('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\n', "utf-8")
+    assert [p.prompt for p in load_prompts(tmp_path / "p")] == ["a\u2028b\x85c", "d"]
