@@ -17,8 +17,16 @@ from blasst.server.tally import Tally
 TIMEOUT_S = 2.0
 MAX_BYTES = 16 << 20
 _OWN = "blasst_"
-_COMMENT = re.compile(r"# (?:HELP|TYPE|UNIT) ([a-zA-Z_:][a-zA-Z0-9_:]*)(?: .*)?")
-_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})? \S+(?: -?\d+)?")
+_NAME = r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
+_KIND = r"TYPE(?= \S+ (?:counter|gauge|histogram|summary|untyped)$)"
+_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\x00]|\\.)*"'
+_VALUE = r"(?:[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-2]?[0-9]{1,2})?|[+-]?Inf|NaN)"
+_COMMENT = re.compile(rf"# (?:HELP|{_KIND}) {_NAME}(?: .*)?")
+_SAMPLE = re.compile(
+    rf"{_NAME}(?:\{{(?:{_LABEL}(?:,{_LABEL})*,?)?\}})? {_VALUE}(?: -?[0-9]{{1,18}})?"
+)
+_STUCK = 3
+"""Times TIMEOUT_S: a slow name server, or headers byte by byte, outlast a socket's time-out."""
 
 
 class Upstream:
@@ -39,6 +47,7 @@ class Upstream:
         self._lock = threading.Lock()
         self._asking = False
         self._asked_at: float | None = None
+        self._began = 0.0
         self._text = b""
 
     def text(self) -> bytes:
@@ -47,9 +56,11 @@ class Upstream:
         with self._lock:
             now = self._clock()
             fresh = self._asked_at is not None and now - self._asked_at < self._max_age_s
+            if self._asking and now - self._began > _STUCK * TIMEOUT_S:
+                self._text, self.up = b"", False
             if fresh or self._asking:
                 return self._text
-            self._asking = True
+            self._asking, self._began = True, now
         text, error = b"", ""
         try:
             text = self._ask()
@@ -75,7 +86,8 @@ def foreign(text: str) -> str:
     """The lines whose metric is not ours. Raises ValueError for what is no Prometheus text, which
     would take the whole page with it."""
     kept = []
-    for line in text.splitlines():
+    # Not splitlines: a label may hold what Unicode calls the end of a line.
+    for line in text.split("\n"):
         if not line or (line.startswith("#") and not _COMMENT.fullmatch(line)):
             continue
         match = _COMMENT.fullmatch(line) or _SAMPLE.fullmatch(line)

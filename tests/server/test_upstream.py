@@ -73,7 +73,24 @@ def test_ours_are_left_out_and_the_rest_stays_as_it_is():
     assert foreign("") == ""
 
 
-@pytest.mark.parametrize("text", ["<html>", "name", "{} 5", "a b c d", "1a 5"])
+def test_labels_may_hold_what_unicode_calls_the_end_of_a_line():
+    line = 'a{model_name="x\u2028y\x85\\\\z",le="}"} 1.0\n'
+    assert foreign(line) == line
+
+
+def test_a_type_that_prometheus_does_not_know_is_left_out():
+    assert foreign("# TYPE a info\n# HELP a A.\na 1\n# TYPE b gauge\n") == (
+        "# HELP a A.\na 1\n# TYPE b gauge\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("<html>", "name", "{} 5", "a b c d", "1a 5", "a x", "a 1_0", "a 0x1p3", "a 1e999"),
+        *("a{!} 1", 'a{b="c} 1', 'a{b=""c""} 1', 'a{b="c"d="e"} 1', 'a{1b="c"} 1', "a \u0661"),
+    ],
+)
 def test_what_is_no_prometheus_text_is_refused(text):
     with pytest.raises(ValueError, match="no Prometheus text"):
         foreign("up 1\n" + text)
@@ -121,6 +138,26 @@ def test_a_failure_takes_its_part_off_the_page_and_is_counted_once(engine, monke
         assert found.text(), change
     assert tally.errors()["upstream-metrics"] == 7
     assert tally.last.kind == "upstream-metrics"
+
+
+def test_one_that_never_comes_back_takes_its_old_part_off_the_page(engine, monkeypatch):
+    now = [0.0]
+    found = Upstream(engine.url, Tally(), clock=lambda: now[0])
+    assert found.text()
+    answered = threading.Event()
+    monkeypatch.setattr(found, "_ask", lambda: answered.wait(20) and b"late 1\n")
+    now[0] = 2.0
+    thread = threading.Thread(target=found.text)
+    thread.start()
+    while not found._asking:
+        time.sleep(0.01)
+    now[0] = 3.0
+    assert found.text(), "it may still come"
+    now[0] = 20.0
+    assert (found.text(), found.up) == (b"", False)
+    answered.set()
+    thread.join()
+    assert (found.text(), found.up) == (b"late 1\n", True)
 
 
 def test_an_endless_drip_is_given_up(monkeypatch):
