@@ -57,8 +57,11 @@ def differences(verdicts: Sequence[LengthVerdict]) -> list[str]:
 
 
 def mean_score(results: Results, point: Point, length: int) -> float:
-    """Over the tasks that were measured; NaN without any."""
-    return _mean(results.cell(point, task, length).score for task in results.tasks)
+    """Over the tasks measured at this length; NaN without any, and where one of them is missing
+    under this threshold: means of different tasks are no curve."""
+    wanted = {c.task for c in results.cells if c.length == length and math.isfinite(c.score)}
+    scores = [results.cell(point, task, length).score for task in sorted(wanted)]
+    return _mean(scores) if all(map(math.isfinite, scores)) else math.nan
 
 
 def mean_ttft(results: Results, point: Point, length: int) -> float:

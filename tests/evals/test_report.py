@@ -13,6 +13,7 @@ import pytest
 
 from blasst.evals.cells import collect
 from blasst.evals.errors import InputError
+from blasst.evals.figures import mean_score
 from blasst.evals.plots import Chart, Series, heat_map, line_chart, nice_ticks
 from blasst.evals.report import as_json, as_text, markdown, page, remarks, text_table, write_report
 
@@ -217,6 +218,14 @@ def test_names_from_a_server_stay_text_on_the_page() -> None:
     html = page(collect([plan(server=server, tasks=[evil], machine=evil, command=[evil])]))
     assert "<script" not in html
     assert "&lt;script&gt;" in html
+
+
+def test_a_mean_of_other_tasks_is_no_point_of_the_curve() -> None:
+    both = [sample(), sample(task="niah_single_2", match=1.0)]
+    results = collect([plan(tasks=["vt", "niah_single_2"]), *both, sample(**VOTE)])
+    vote = next(point for point in results.points if point is not None)
+    assert mean_score(results, None, 2048) == 75.0
+    assert math.isnan(mean_score(results, vote, 2048))
 
 
 def test_remarks_say_what_the_numbers_do_not_show() -> None:
