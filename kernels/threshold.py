@@ -118,7 +118,12 @@ class SparsityCurve:
         target = _finite("target skip rate", target_skip_rate)
         if not 0.0 <= target < 1.0:
             raise ThresholdError(f"target skip rate {target:g} is outside 0 <= rate < 1")
-        return self.a * math.exp(self.b * target)
+        try:
+            return self.a * math.exp(self.b * target)
+        except OverflowError:
+            raise ThresholdError(
+                f"curve a={self.a:g}, b={self.b:g} gives no finite scale for target {target:g}"
+            ) from None
 
     def target(self, scale: float) -> float:
         """The skip rate expected at a scale; the inverse of `scale`, not clamped to [0, 1)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,8 @@ def threshold(
 
 
 def _load(path: Path, running: Running) -> Found:
+    # A file may have a name that is no text, an answer must not.
+    name = os.fsencode(path.stem).decode("utf-8", "replace")
     try:
         with open(path, "rb", buffering=0, opener=open_now) as f:
             data = f.read(_MAX_BYTES + 1) or b""
@@ -117,7 +120,7 @@ def _load(path: Path, running: Running) -> Found:
             raise PresetError(f"it is larger than {_MAX_BYTES} bytes: no preset")
         preset = loads(data.decode("utf-8"))
     except OSError as e:
-        return Found(path.stem, None, f"it cannot be read: {e.strerror}")
+        return Found(name, None, f"it cannot be read: {e.strerror}")
     except ValueError as e:
-        return Found(path.stem, None, str(e))
-    return Found(path.stem, preset, running.refusal(preset))
+        return Found(name, None, str(e))
+    return Found(name, preset, running.refusal(preset))

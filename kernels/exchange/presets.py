@@ -140,7 +140,7 @@ def loads(text: str) -> Preset:
             data=_text(body["data"]),
             versions={str(k): _text(v) for k, v in body["versions"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         if isinstance(e, PresetError):
             raise
         raise PresetError(f"the preset is damaged or was edited: {e!r}; calibrate again") from e

@@ -71,6 +71,7 @@ def change(*path: str, value: Any) -> str:
         change("curve", "a", value=-1),
         change("curve", "b", value="7"),
         change("curve", "a", value=math.nan),
+        change("curve", "a", value=10**400),
         change("geometry", "tile_m", value=0),
         change("geometry", "tile_m", value=True),
         change("fit", "low", value=0.95),

@@ -135,6 +135,12 @@ def test_bad_targets(target: float) -> None:
         SparsityCurve(1.0, 1.0).scale(target)
 
 
+@pytest.mark.parametrize(("a", "b"), [(1.0, 1e5), (1e308, 10.0)])
+def test_a_curve_too_steep_for_a_number(a: float, b: float) -> None:
+    with pytest.raises(ThresholdError, match="finite"):
+        SkipThreshold("scale", SparsityCurve(a, b).scale(0.5))
+
+
 @given(MAGS)
 def test_threshold_keeps_what_was_given(mag: float) -> None:
     threshold = SkipThreshold("mag", mag)

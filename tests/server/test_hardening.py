@@ -273,6 +273,21 @@ def test_a_target_becomes_the_scale_of_the_preset_that_fits(client, fake_engine,
     assert client.get(THRESHOLD).json()["generation"] == 1
 
 
+def test_presets_that_no_number_and_no_text_can_hold_are_refused(
+    client, fake_engine, presets, tmp_path
+):
+    fake_engine().rank(0, tiles="64x128")
+    presets("steep", preset().replace('"b": 4.0', '"b": 100000.0'))
+    presets("huge", preset().replace('"a": 10.0', '"a": 1' + "0" * 400))
+    (tmp_path / "presets" / os.fsdecode(b"\xff.json")).write_text(preset())
+    listed = {p["name"]: p for p in client.get("/v1/blasst/presets").json()["presets"]}
+    assert listed.keys() == {"steep", "huge", "\ufffd"}
+    assert "damaged" in listed["huge"]["refusal"]
+    answer = put(client, {"target_skip_rate": 0.5, "preset": "steep"})
+    assert (answer.status_code, kind(answer)) == (422, "bad-threshold")
+    assert put(client, {"target_skip_rate": 0.5, "preset": "\ufffd"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body",
     [{"target_skip_rate": v} for v in (-0.1, 1, 1.5, "0.5", True, None)]
