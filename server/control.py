@@ -182,7 +182,11 @@ class ControlService:
         with contextlib.suppress(OSError, DesiredStateError):
             last = self.audit.tail(1)
             found = self.read().generation
-            if last and last[0].get("result") == "applied" and last[0]["generation"] > found:
+            if not last or last[0].get("result") != "applied":
+                return
+            announced = last[0].get("generation")
+            # Of a line that somebody edited nothing is repeated; it breaks the chain as it is.
+            if isinstance(announced, int) and announced > found:
                 fields = {f.name: last[0].get(f.name) for f in dataclasses.fields(Entry)}
                 self.audit.append(Entry(**{**fields, "result": "lost"}))  # type: ignore[arg-type]
 

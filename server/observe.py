@@ -35,20 +35,21 @@ from blasst.server.presets import Found
 DEFAULT_MIN_CONTEXT = 8192
 """The plugin's, for a front end of an older release, which does not say."""
 
+_GENERATION_PLAUSIBLE = 1 << 52
+"""Half of what desired.json takes: more is damage, and would leave no generation above it."""
+
 Tiles = dict[tuple[int, int], tuple[int, int]]
 
 
 def highest_generation(pages: Iterable[StatsPage]) -> int:
     """The newest generation that any front end, living or dead, reports."""
-    return max(
-        (
-            int(page.scalar(name))
-            for page in pages
-            if page.kind == FRONT
-            for name in ("generation_read", "generation_stamped")
-        ),
-        default=0,
+    reported = (
+        int(page.scalar(name))
+        for page in pages
+        if page.kind == FRONT
+        for name in ("generation_read", "generation_stamped")
     )
+    return max((number for number in reported if number <= _GENERATION_PLAUSIBLE), default=0)
 
 
 def refusal(pages: Iterable[StatsPage]) -> str:

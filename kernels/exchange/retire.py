@@ -29,6 +29,7 @@ from blasst.kernels.exchange.stats import (
 
 _OF_A_PROCESS = ("pid", "vllm_version", "min_context", "refusal")
 _HIGHEST = ("generation_read", "generation_stamped", "generation_seen")
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 _STATE = ("threshold_lambda", "threshold_mag", "threshold_classes", "layers_voting", "layers_dense")
 
 
@@ -88,4 +89,7 @@ def _sum(field: Field, pages: Iterable[StatsPage]) -> list[float]:
         return [math.nan if field.code == "d" else 0] * field.size
     if field.name in _HIGHEST:
         return [max(column) for column in columns]
-    return [sum(column) for column in columns]
+    if field.code == "d":
+        return [sum(column) for column in columns]
+    # A damaged count may be near the end of int64; the page must be written all the same.
+    return [max(_LEAST, min(_MOST, sum(column))) for column in columns]

@@ -91,6 +91,15 @@ def test_young_living_and_foreign_pages_stay(tmp_path: Path) -> None:
     living.close()
 
 
+def test_damaged_counts_are_added_up_too(tmp_path: Path) -> None:
+    for number in range(3):
+        leave(tmp_path, f"rank-{number}", RANK, decode_tokens=2**62, prefill_tokens_dense=-(2**62))
+    assert retire_dead(tmp_path, 0.0) == 3
+    (page,) = CachedPages(tmp_path, 0).pages()
+    assert page.scalar("decode_tokens") == 2**63 - 1
+    assert page.scalar("prefill_tokens_dense") == -(2**63)
+
+
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(tmp_path, "rank-1", RANK, tiles=[9, 3, 9, 3])
     before = totals(tmp_path)
