@@ -19,8 +19,9 @@ MAX_BYTES = 16 << 20
 _OWN = "blasst_"
 _NAME = r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
 _KIND = r"TYPE(?= \S+ (?:counter|gauge|histogram|summary|untyped)$)"
-_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\x00]|\\.)*"'
-_VALUE = r"(?:[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-2]?[0-9]{1,2})?|[+-]?Inf|NaN)"
+_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\]|\\.)*"'
+_EXPONENT = r"[eE](?:-[0-9]{1,3}|\+?(?:[0-2]?[0-9]{1,2}|30[0-8]))"
+_VALUE = rf"(?:[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:{_EXPONENT})?|[+-]?Inf|NaN)"
 _COMMENT = re.compile(rf"# (?:HELP|{_KIND}) {_NAME}(?: .*)?")
 _SAMPLE = re.compile(
     rf"{_NAME}(?:\{{(?:{_LABEL}(?:,{_LABEL})*,?)?\}})? {_VALUE}(?: -?[0-9]{{1,18}})?"

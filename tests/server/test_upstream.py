@@ -8,6 +8,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from blasst.server import upstream
@@ -76,6 +79,15 @@ def test_ours_are_left_out_and_the_rest_stays_as_it_is():
 def test_labels_may_hold_what_unicode_calls_the_end_of_a_line():
     line = 'a{model_name="x\u2028y\x85\\\\z",le="}"} 1.0\n'
     assert foreign(line) == line
+
+
+@given(st.floats(), st.text())
+def test_whatever_prometheus_client_writes_is_taken_as_it_is(value, label):
+    registry = CollectorRegistry()
+    Gauge("a", label.replace("\r", ""), ["b", "c"], registry=registry).labels(label, "d").set(value)
+    Info("e", "E.", registry=registry).info({"f": label})
+    page = generate_latest(registry).decode()
+    assert foreign(page) == page
 
 
 def test_a_type_that_prometheus_does_not_know_is_left_out():
