@@ -28,6 +28,7 @@ FUNCTION = "kernel"
 SUFFIXES = ("ptx", "cubin", "o")
 PACKAGES = ("nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels", "flashinfer-python", "torch")
 KERNEL_SOURCES = ("cute", "hopper", "blackwell", "masks", "verify")
+SHARED_SOURCES = ("block_lists.py", "types.py")  # whose constants device code takes
 LIMIT_S = 600
 INSTALL = "install blasst[cuda], or run `make device` in a checkout"
 
@@ -158,6 +159,8 @@ def _key(recipe: Recipe) -> str:
         for path in sorted((kernels / name).rglob("*.py")):
             if name != "verify" or path.name in ("build.py", "compile_job.py"):
                 digest.update(path.read_bytes())
+    for name in SHARED_SOURCES:
+        digest.update((kernels / name).read_bytes())
     builder = recipe.builder.split(":")[0]
     spec = importlib.util.find_spec(builder)
     if spec is None or spec.origin is None:
