@@ -150,9 +150,11 @@ def rank_totals(pages: Iterable[StatsPage]) -> list[RankTotals]:
         labels = page.labels
         key = (labels.get("model_name", ""), labels.get("engine", "0"), labels.get("rank", "0"))
         total = totals.setdefault(key, RankTotals(*key))
-        total.alive |= page.alive
-        if page.updated_at >= total.updated_at and RETIRED not in labels:
+        # A living page before a dead one, whose stamp may be of a clock that was set back since.
+        newest = (page.alive, page.updated_at) >= (total.alive, total.updated_at)
+        if newest and RETIRED not in labels:
             _take_state(total, page)
+        total.alive |= page.alive
         _add_tiles(total, page)
         for name in RANK_COUNTERS:
             total.counters[name] += int(page.scalar(name))

@@ -224,7 +224,8 @@ def test_labels_cannot_break_out(fake_engine, stats):
 
 
 def test_the_latest_page_of_a_rank_tells_its_state(fake_engine, stats):
-    """A restarted rank: its page is read after or before that of the dead one, by name."""
+    """A restarted rank: its page is read after or before that of the dead one, by name. The clock
+    may have been set back since the dead one wrote."""
     engine = fake_engine()
     for pid, alive in (("1", False), ("2", True), ("3", False)):
         labels = {"engine": "0", "rank": "0", "impl": "cpu" if alive else "old"}
@@ -236,6 +237,9 @@ def test_the_latest_page_of_a_rank_tells_its_state(fake_engine, stats):
             engine.writers.append(writer)
         else:
             writer.detach()
+            with writer.path.open("r+b") as page:
+                page.seek(24)
+                page.write(struct.pack("<d", time.time() + 3600))
     live = engine.writers[-1]
     live.update(tiles=[2, 1])
     (total,) = rank_totals(CachedPages(stats).pages())
