@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,43 +391,6 @@ def test_something_else_than_a_server_is_one_clear_error(fake_url: str) -> None:
     sidecar.close()
 
 
-def test_two_runs_on_one_file_are_refused(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl"), pytest.raises(InputError, match="another run"):
-        ResultStore(tmp_path / "r.jsonl")
-
-
-def test_a_run_without_a_record_leaves_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "r"
-    with ResultStore(path):
-        assert path.exists()
-    assert not path.exists()
-    with ResultStore(path):
-        path.unlink()
-        path.write_text("")  # of somebody else
-    with ResultStore(path):
-        pass
-    assert path.exists()
-    with ResultStore(path) as store:
-        store.append({"kind": "plan"})
-    assert path.exists()
-
-    def samples() -> Iterator[Sample]:
-        raise InputError("too short")
-        yield
-
-    with pytest.raises(InputError, match="too short"):
-        write_samples(tmp_path / "s", samples())
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("dear diary\n")
-    with pytest.raises(InputError, match="line 1, is not a result"):
-        ResultStore(path)
-    assert path.read_text() == "dear diary\n"
-
-
 def test_counters_believe_the_slowest_rank_and_add_up_engines() -> None:
     def line(path: str, engine: int, rank: int, value: int) -> str:
         labels = f'path="{path}",engine="{engine}",rank="{rank}",model_name="a\\"b,c"'
@@ -459,21 +421,3 @@ def test_points_keep_their_order_and_come_once() -> None:
         SkipThreshold("lambda", 0.5),
         SkipThreshold("scale", 100),
     ]
-
-
-def test_a_full_disk_is_one_clear_error_and_the_run_resumes(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with ResultStore(path) as store:
-        store.append({"kind": "sample", "key": "a"})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
-        try:
-            with pytest.raises(InputError, match="the same command resumes"):
-                store.append({"kind": "sample", "key": "b"})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert "b" not in store
-    with ResultStore(path) as store:
-        assert [r["key"] for r in store.records] == ["a"]
-        store.append({"kind": "sample", "key": "b"})
-    assert [r["key"] for r in read_results(path)] == ["a", "b"]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 
 from blasst.kernels.native import build
@@ -16,6 +20,14 @@ def cpu_impls() -> list[str]:
 @pytest.fixture(params=["cpu", "cpu-torch"])
 def cpu_impl(request: pytest.FixtureRequest) -> str:
     return _runnable(request.param)
+
+
+@pytest.fixture
+def attend(cpu_impl: str) -> Callable[..., Any]:
+    """prefill_attention by one of the CPU implementations; (out, lse)."""
+    from blasst.kernels.api import prefill_attention
+
+    return partial(prefill_attention, impl=cpu_impl)
 
 
 @pytest.fixture(params=["reference", "cpu", "cpu-torch"])

@@ -129,3 +129,16 @@ def test_a_forked_child_makes_its_own_threads(cpu_impl: str) -> None:
         [sys.executable, "-P", "-c", FORK, cpu_impl], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_an_error_in_a_worker_reaches_the_caller() -> None:
+    from blasst.kernels import workers
+
+    def fails() -> None:
+        raise RuntimeError("from a worker")
+
+    done: list[int] = []
+    with pytest.raises(RuntimeError, match="from a worker"):
+        workers.run_all([fails, *(lambda i=i: done.append(i) for i in range(100))])
+    workers.run_all([lambda: done.append(-1)])
+    assert done[-1] == -1

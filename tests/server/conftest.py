@@ -7,10 +7,13 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,6 +241,22 @@ def connect() -> Iterator[Callable[[str], httpx.Client]]:
 
 
 @pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder of a model, as far as `blasst serve` looks."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def port() -> int:
+    """A TCP port that is free on 127.0.0.1."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return s.getsockname()[1]
+
+
+@pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a verb in this process that must refuse its input; the one line that it says."""
 
@@ -253,6 +272,82 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return err
 
     return run
+
+
+class FakeVllm:
+    """Greedy tokens 0, 1, 2, ...; as deployed others from `differs_at` on, dense ones from
+    `dense_differs_at` on for every second dense request."""
+
+    def __init__(self):
+        self.differs_at = None
+        self.dense_differs_at = None
+        self.drop = 0.0
+        self.requests = []
+        self.answer = None
+        self.before_answer = lambda: None
+        self.dense_seen = 0
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.reply({"data": [{"id": "tiny"}]})
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.requests.append((self.path, body, self.headers.get("Authorization")))
+                fake.before_answer()
+                self.reply(fake.made(body))
+
+            def reply(self, body):
+                data = json.dumps(body).encode() if fake.answer is None else fake.answer
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def made(self, body):
+        dense = body.get("vllm_xargs", {}).get("blasst_mag") == "off"
+        self.dense_seen += dense
+        at = self.differs_at
+        if dense:
+            at = self.dense_differs_at if self.dense_seen % 2 == 0 else None
+        drop = 0.0 if dense else self.drop
+        count = body["max_tokens"]
+        tokens = [f"token_id:{i if at is None or i < at else i + 1000}" for i in range(count)]
+        probs = [-0.1 - drop] * count
+        tops = [
+            {t: p, f"token_id:{i}": p - 0.5}
+            for i, (t, p) in enumerate(zip(tokens, probs, strict=True))
+        ]
+        usage = {"prompt_tokens": 5000}
+        if "messages" not in body:
+            found = {"tokens": tokens, "token_logprobs": probs, "top_logprobs": tops}
+            return {"choices": [{"logprobs": found}], "usage": usage}
+        content = [
+            {
+                "token": t,
+                "logprob": p,
+                "top_logprobs": [{"token": k, "logprob": v} for k, v in top.items()],
+            }
+            for t, p, top in zip(tokens, probs, tops, strict=True)
+        ]
+        return {"choices": [{"logprobs": {"content": content}}], "usage": usage}
+
+
+@pytest.fixture
+def vllm() -> Iterator[FakeVllm]:
+    """An engine for the canary that answers as it is told."""
+    fake = FakeVllm()
+    yield fake
+    fake.server.shutdown()
+    fake.server.server_close()
 
 
 @pytest.fixture

@@ -1,3 +1,5 @@
+"""Who may read and write: tokens, open paths, Host headers, loopback."""
+
 from __future__ import annotations
 
 import ast

@@ -1,3 +1,5 @@
+"""The program `blasst`: its verbs, its help, and one line for each error."""
+
 from __future__ import annotations
 
 import subprocess

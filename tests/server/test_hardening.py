@@ -17,7 +17,6 @@ from blasst.kernels.threshold import SparsityCurve
 from blasst.server import audit
 from blasst.server.app import create_app
 from blasst.server.control import ControlService, Wish
-from blasst.server.follow import Follower
 from blasst.server.limits import Bucket, Buckets, Limits
 from blasst.server.settings import Settings, SettingsError
 from blasst.server.tokens import Tokens
@@ -409,65 +408,6 @@ def test_damaged_records_are_not_shown_as_ours(client, tmp_path):
         f.write(json.dumps({"time": 5}) + "\n[]\nx\n")
     assert len(client.get("/v1/blasst/audit").json()["records"]) == 1
     assert put(client, {"mag": 1}).status_code == 200
-
-
-@pytest.fixture
-def followed(tmp_path):
-    """A file as Kubernetes mounts it: a link to a link that is swapped."""
-    control = ControlService(tmp_path)
-    control.open()
-    (tmp_path / "threshold.json").symlink_to("data/threshold.json")
-    follower = Follower(tmp_path / "threshold.json", control)
-    count = iter(range(100))
-
-    def publish(text):
-        folder = tmp_path / f"version-{next(count)}"
-        folder.mkdir()
-        (folder / "threshold.json").write_text(text)
-        (tmp_path / "new").symlink_to(folder.name)
-        os.replace(tmp_path / "new", tmp_path / "data")
-        follower.step()
-        return control.read()
-
-    yield follower, publish, control
-    control.close()
-
-
-def test_a_followed_file_rules_when_it_changes_and_only_then(followed):
-    follower, publish, control = followed
-    assert publish('{"mag": 2500, "reason": "rollout"}').threshold.value == 2500
-    assert control.audit.tail(1)[0]["who"] == "file threshold.json"
-    control.set(Wish(None, by="operator"), "*")
-    follower.step()
-    assert control.read().threshold is None
-    # The same content under a new link is no change.
-    assert publish('{"mag": 2500, "reason": "rollout"}').threshold is None
-    assert publish('{"mag": 4000}').threshold.value == 4000
-    assert follower.error == ""
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", '{"mag": -1}', '{"target_skip_rate": 0.5}', "mag: 2500", "x" * 20_000]
-)
-def test_a_followed_file_that_is_refused_changes_nothing(followed, caplog, text):
-    follower, publish, control = followed
-    publish('{"mag": 2500}')
-    before = control.read()
-    assert publish(text) == before
-    follower.step()
-    assert "threshold.json" in follower.error
-    assert len([r for r in caplog.records if "stays as it is" in r.getMessage()]) == 1
-    assert publish('{"mag": 3000}').threshold.value == 3000
-    assert follower.error == ""
-
-
-def test_a_corrupt_state_is_repaired_from_the_followed_file(followed, tmp_path):
-    follower, publish, control = followed
-    before = publish('{"mag": 2500}')
-    (tmp_path / FILE_NAME).write_bytes(b"{")
-    follower.step()
-    assert control.read().threshold == before.threshold
-    assert control.read().generation > before.generation
 
 
 def test_only_ages_are_taken_from_the_wall_clock():

@@ -1,3 +1,5 @@
+"""/metrics: what the pages of ranks and front ends become there."""
+
 from __future__ import annotations
 
 import math

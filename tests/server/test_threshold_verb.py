@@ -1,3 +1,5 @@
+"""`blasst threshold` against a sidecar: units, waiting, tokens, one line for each error."""
+
 from __future__ import annotations
 
 import http.server

@@ -1,15 +1,9 @@
-from __future__ import annotations
+"""What `blasst serve` understands of the options of vLLM, and the folder that follows from them."""
 
-import pytest
+from __future__ import annotations
 
 from blasst.server.settings import default_state_dir
 from blasst.server.verbs import vllm_options
-
-
-@pytest.fixture
-def model(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
 
 
 def test_the_state_folder_follows_the_served_port(monkeypatch, tmp_path):
