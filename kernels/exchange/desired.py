@@ -88,6 +88,8 @@ def write_desired(folder: Path, state: DesiredState) -> None:
             link = Path(temp + ".previous")
             # A copy: not every file system has hard links.
             shutil.copyfile(target, link)
+            with open(link, "rb") as f:
+                os.fsync(f.fileno())
             os.replace(link, folder / PREVIOUS_NAME)
         os.replace(temp, target)
     except BaseException:

@@ -223,6 +223,10 @@ def test_file_and_folder_reach_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     write_desired(tmp_path, STATE)
     assert Path(synced[0]).name.startswith(desired.TEMP_PREFIX)
     assert synced[1:] == [str(tmp_path)]
+    synced.clear()
+    write_desired(tmp_path, DesiredState(8, None))
+    # The previous copy, too, before the old file is replaced.
+    assert [Path(path).name for path in synced[1:-1]] == [f"{Path(synced[0]).name}.previous"]
 
 
 def test_a_read_only_folder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
