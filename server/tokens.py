@@ -76,26 +76,36 @@ class Tokens:
         self._files: list[tuple[Role, TokenFile]] = [("write", TokenFile(write, on_error))]
         if read is not None:
             self._files.append(("read", TokenFile(read, on_error)))
-        if read is not None and len({f.digest() for _, f in self._files}) == 1:
-            raise SettingsError(
-                f"token files {write} and {read} hold the same token: readers could write; "
-                "make another with `openssl rand -hex 32`"
-            )
+        self._on_error = on_error
+        self._same = (
+            f"token files {write} and {read} hold the same token: readers could write; make "
+            "another with `openssl rand -hex 32`"
+        )
+        self._told = False
+        if self._equal():
+            raise SettingsError(self._same)
 
     def role(self, token: bytes) -> Role | None:
-        """What this token may do. Every file is compared, so time tells nothing of which fits."""
+        """What this token may do; one that a rotation put into both files may only read. Every file
+        is compared, so time tells nothing of which fits."""
         given = _digest(token)
         found: Role | None = None
-        for role, file in reversed(self._files):
+        for role, file in self._files:
             if secrets.compare_digest(given, file.digest()):
                 found = role
         return found
 
     def errors(self) -> list[str]:
         """What is wrong with files that changed; empty when all is well."""
-        for _, file in self._files:
-            file.digest()
-        return [file.error for _, file in self._files if file.error]
+        equal = self._equal()
+        if equal and not self._told:
+            self._on_error(self._same)
+            log.error("nobody may write: %s", self._same)
+        self._told = equal
+        return [file.error for _, file in self._files if file.error] + [self._same] * equal
+
+    def _equal(self) -> bool:
+        return len({file.digest() for _, file in self._files}) < len(self._files)
 
 
 def _digest(token: bytes) -> bytes:

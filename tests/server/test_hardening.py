@@ -109,6 +109,20 @@ def test_a_bad_rotation_locks_nobody_out_and_shows(scoped, secret, tmp_path, bad
     assert put(scoped, token=NEW).status_code == 200
 
 
+@pytest.mark.parametrize(("name", "same"), [("write", READ), ("read", WRITE)])
+def test_a_rotation_to_one_token_for_both_makes_no_reader_a_writer(
+    scoped, secret, name, same, caplog
+):
+    assert put(scoped, token=WRITE).status_code == 200
+    os.replace(secret("new", same), secret(name, "x" * 20))
+    refused = put(scoped, token=same)
+    assert (refused.status_code, kind(refused)) == (403, "read-only")
+    assert "blasst_token_files_ok 0.0" in scoped.get("/metrics").text
+    assert len([r for r in caplog.records if "hold the same token" in r.getMessage()]) == 1
+    secret(name, NEW)
+    assert put(scoped, token=NEW if name == "write" else WRITE).status_code == 200
+
+
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o640, 0o620, 0o660, 0o602, 0o777])
 def test_a_secret_that_others_can_touch_is_refused(secret, mode):
     with pytest.raises(SettingsError, match=f"has mode {mode:04o}.*chmod 600"):
