@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from blasst.kernels.exchange.desired import DesiredState, DesiredStateError
+from blasst.kernels.exchange.presets import finite_number
 from blasst.kernels.exchange.schedule import Schedule, Threshold, threshold_at
 from blasst.kernels.threshold import (
     LAMBDA_MAX,
@@ -104,6 +105,7 @@ class Window:
     results: list[Result] = field(default_factory=list)
 
     def mean(self, name: str) -> float | None:
+        """Of one field of Result; None without results."""
         values = [getattr(result, name) for result in self.results]
         return sum(values) / len(values) if values else None
 
@@ -157,6 +159,7 @@ class Canary:
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
     def start(self) -> None:
+        """Take up the window of an earlier run, and probe from now on."""
         self._load()
         self._thread.start()
 
@@ -165,6 +168,7 @@ class Canary:
         self._stop.set()
 
     def state(self) -> CanaryState:
+        """As it is now; safe to call from any thread."""
         with self._lock:
             window = self._window
             return CanaryState(
@@ -331,14 +335,8 @@ class Canary:
 
 def _result(entry: Mapping[str, object]) -> Result:
     return Result(
-        _number(entry["agreement"]),
-        _number(entry["control"]),
-        _number(entry["nll_increase"]),
+        finite_number(entry["agreement"]),
+        finite_number(entry["control"]),
+        finite_number(entry["nll_increase"]),
         whole_tokens(entry["prompt_tokens"]),
     )
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is not a finite number")
-    return float(value)

@@ -46,6 +46,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Answer:
+    """What vLLM generated, and the length of the prompt in its tokens."""
+
     positions: tuple[Position, ...]
     prompt_tokens: int
 

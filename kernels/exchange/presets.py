@@ -129,12 +129,14 @@ def loads(text: str) -> Preset:
                 _whole(body["geometry"]["tile_m"]),
                 _whole(body["geometry"]["tile_n"]),
             ),
-            curve=SparsityCurve(_number(body["curve"]["a"]), _number(body["curve"]["b"])),
+            curve=SparsityCurve(
+                finite_number(body["curve"]["a"]), finite_number(body["curve"]["b"])
+            ),
             fit=PresetFit(
-                _number(fit["error"]),
+                finite_number(fit["error"]),
                 _whole(fit["points"]),
-                _number(fit["low"]),
-                _number(fit["high"]),
+                finite_number(fit["low"]),
+                finite_number(fit["high"]),
                 tuple(_whole(length) for length in fit["lengths"]),
             ),
             data=_text(body["data"]),
@@ -172,9 +174,9 @@ def curve_of_config(config: Mapping[str, Any]) -> tuple[SparsityCurve, float | N
         if "".join(factor["formula"].split()) != "".join(FORMULA.split()):
             raise PresetError(f"formula {factor['formula']!r} is not {FORMULA!r}")
         prefill = factor["prefill"]
-        curve = SparsityCurve(_number(prefill["a"]), _number(prefill["b"]))
+        curve = SparsityCurve(finite_number(prefill["a"]), finite_number(prefill["b"]))
         target = (source.get("target_sparsity") or {}).get("prefill")
-        return curve, None if target is None else _number(target)
+        return curve, None if target is None else finite_number(target)
     except (KeyError, TypeError, AttributeError, ThresholdError) as e:
         raise PresetError(f"threshold_scale_factor for prefill cannot be read: {e!r}") from e
 
@@ -191,7 +193,8 @@ def _whole(value: object) -> int:
     return value
 
 
-def _number(value: object) -> float:
+def finite_number(value: object) -> float:
+    """A number of a JSON document. Raises TypeError for all else, NaN and infinity too."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"{value!r} is not a finite number")
     return float(value)
