@@ -1,9 +1,8 @@
 """What must hold when `vllm serve` runs on several GPUs: lambdas, counters, answers.
 
-    python -P -m blasst.plugin.check_ranks serve MODEL --tp 2 --out two.json
-    python -P -m blasst.plugin.check_ranks serve MODEL --out one.json
-    python -P -m blasst.plugin.check_ranks compare one.json two.json
-serve: 100 requests with a threshold each, then 100 changes of the deployment's while requests come.
+python -P -m blasst.plugin.check_ranks serve MODEL --tp 2 --out two.json
+python -P -m blasst.plugin.check_ranks serve MODEL --out one.json
+python -P -m blasst.plugin.check_ranks compare one.json two.json
 """
 
 from __future__ import annotations
@@ -59,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    serve = verbs.add_parser("serve", help="start a server, send requests, write what was seen")
+    serve = verbs.add_parser(
+        "serve",
+        help="start a server and write what was seen of it: 100 requests with a threshold each, "
+        "then 100 changes of the deployment's while requests come",
+    )
     add = serve.add_argument
     add("model", help="a Hugging Face folder with its tokenizer")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")

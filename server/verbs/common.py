@@ -57,7 +57,13 @@ def state_folder(text: str) -> Path:
 
 
 def add_sidecar_options(parser: argparse.ArgumentParser, prefix: str) -> None:
-    """Where the sidecar listens and who may write; prefix "" or "sidecar-"."""
+    """All that `sidecar_settings` reads; prefix "" or "sidecar-"."""
+    _add_address(parser, prefix)
+    _add_duties(parser)
+
+
+def _add_address(parser: argparse.ArgumentParser, prefix: str) -> None:
+    """Where the sidecar listens and who may write."""
     parser.add_argument(
         f"--{prefix}host",
         default=DEFAULT_HOST,
@@ -94,6 +100,10 @@ def add_sidecar_options(parser: argparse.ArgumentParser, prefix: str) -> None:
         parser.add_argument(
             f"--tls-{name}", type=Path, metavar="FILE", help=f"{text}, PEM: serve https"
         )
+
+
+def _add_duties(parser: argparse.ArgumentParser) -> None:
+    """What it does besides keeping the threshold."""
     parser.add_argument(
         "--presets",
         type=Path,
