@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,6 +29,18 @@ def load() -> Callable[[str], list[dict[str, Any]]]:
         return [d for d in yaml.safe_load_all((DEPLOY / name).read_text()) if d is not None]
 
     return documents
+
+
+@pytest.fixture
+def entry() -> Callable[[str], list[str]]:
+    """The entry point of one of our images."""
+
+    def words(image: str) -> list[str]:
+        text = (DEPLOY / "images" / f"{image}.Dockerfile").read_text()
+        found: list[str] = json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)[-1])
+        return found
+
+    return words
 
 
 @pytest.fixture

@@ -73,20 +73,15 @@ def ask(url, body=None, key=None):
         return e.code, e.read()
 
 
-def entry(deploy, image):
-    text = (deploy / "images" / f"{image}.Dockerfile").read_text()
-    return json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)[-1])
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_engine_and_sidecar_of_compose_serve(deploy, load, variables, tmp_path):
+def test_engine_and_sidecar_of_compose_serve(entry, load, variables, tmp_path):
     (compose,) = load("compose/compose.yaml")
     port, control = free_port(), free_port()
     state = variables["BLASST_STATE_DIR"]
     tokens = {f"/run/secrets/{n}_token": tmp_path / f"{n}.token" for n in ("write", "read")}
     sidecar = service(
-        *("sidecar", compose, entry(deploy, "sidecar")),
+        *("sidecar", compose, entry("sidecar")),
         {"/state": state, **tokens},
         variables,
         f"http://127.0.0.1:{control}/readyz",
@@ -94,7 +89,7 @@ def test_engine_and_sidecar_of_compose_serve(deploy, load, variables, tmp_path):
         ("--port", str(control)),
     )
     engine = service(
-        *("engine", compose, entry(deploy, "engine-cpu")),
+        *("engine", compose, entry("engine-cpu")),
         {
             "/tmp": tmp_path / "tmp",
             "/state": state,

@@ -227,20 +227,15 @@ def test_images_run_as_nobody_special_and_copy_what_exists(deploy, image):
         assert (deploy.parent / path).exists(), path
 
 
-def entry(deploy, image):
-    text = (deploy / "images" / f"{image}.Dockerfile").read_text()
-    return json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)[-1])
-
-
-def sidecar_commands(deploy, pods, load):
+def sidecar_commands(entry, pods, load):
     compose = load("compose/compose.yaml")[0]["services"]["sidecar"]
-    yield "compose", [*entry(deploy, "sidecar"), *compose["command"]]
+    yield "compose", [*entry("sidecar"), *compose["command"]]
     for name, spec in pods:
         for container in spec.get("initContainers", ()):
-            yield name, [*entry(deploy, "sidecar"), *container["args"]]
+            yield name, [*entry("sidecar"), *container["args"]]
 
 
-def test_the_very_sidecar_commands_start_and_answer(deploy, pods, load, tmp_path, resources):
+def test_the_very_sidecar_commands_start_and_answer(entry, pods, load, tmp_path, resources):
     """Paths of the container become folders here; everything else is as written."""
     (config,) = (r for r in resources if r["kind"] == "ConfigMap")
     roots = {"/state": "state", "/etc/blasst": "etc", "/run/secrets": "secrets"}
@@ -253,7 +248,7 @@ def test_the_very_sidecar_commands_start_and_answer(deploy, pods, load, tmp_path
         (tmp_path / name).chmod(0o600)
     (tmp_path / "etc/threshold/threshold.json").write_text(config["data"]["threshold.json"])
     seen = set()
-    for where, command in sidecar_commands(deploy, pods, load):
+    for where, command in sidecar_commands(entry, pods, load):
         if tuple(command) in seen:
             continue
         seen.add(tuple(command))
@@ -296,7 +291,7 @@ def run_sidecar(where: str, command: list[str], folder: Path) -> None:
         process.wait(10)
 
 
-def test_the_engines_command_names_options_of_vllm(deploy, load, pods):
+def test_the_engines_command_names_options_of_vllm(entry, load, pods):
     """Checked by name against vLLM's own source; starting one is the end-to-end test's."""
     import importlib.util
 
@@ -307,8 +302,8 @@ def test_the_engines_command_names_options_of_vllm(deploy, load, pods):
     files = [folder / "engine" / "arg_utils.py", *(folder / "entrypoints").rglob("cli_args.py")]
     source = "".join(path.read_text() for path in files)
     commands = [
-        *entry(deploy, "engine-cpu"),
-        *entry(deploy, "engine-gpu"),
+        *entry("engine-cpu"),
+        *entry("engine-gpu"),
         *load("compose/compose.yaml")[0]["services"]["engine"]["command"],
         *(
             w
@@ -326,9 +321,9 @@ def test_the_engines_command_names_options_of_vllm(deploy, load, pods):
         assert option in source or re.search(rf"\b{field}\b", source), option
 
 
-def test_engines_start_with_their_model_and_the_backend(deploy, load, pods):
+def test_engines_start_with_their_model_and_the_backend(entry, load, pods):
     """vLLM refuses a command whose first word is not the model."""
-    assert entry(deploy, "engine-cpu") == entry(deploy, "engine-gpu") == ["vllm", "serve"]
+    assert entry("engine-cpu") == entry("engine-gpu") == ["vllm", "serve"]
     (deployed,) = (c["args"] for c in pods[0][1]["containers"])
     for words in (load("compose/compose.yaml")[0]["services"]["engine"]["command"], deployed):
         text = " ".join(words).replace("=", " ")

@@ -21,6 +21,7 @@ from blasst.server.sidecar import Sidecar
 
 RULES = "prometheus/blasst.rules.yml"
 DASHBOARD = "grafana/dashboards/blasst.json"
+COMMON = {"pid": "1", "model_name": "m"}
 
 
 def alerts(load):
@@ -115,36 +116,36 @@ def test_the_dashboard_follows_vllms_conventions(deploy):
     assert len(places) == len(set(places))
 
 
+def rank_page(stats, rank):
+    return StatsWriter(
+        stats,
+        f"rank-0-{rank}-1",
+        kind=RANK,
+        labels={
+            **COMMON,
+            "engine": "0",
+            "rank": str(rank),
+            "impl": "cpu",
+            "first_layer": "0",
+            "first_kv_head": str(rank),
+            "refusal": "",
+        },
+        fields=rank_fields(2, 1),
+    )
+
+
 @pytest.fixture
 def metrics_url(tmp_path):
     """A real sidecar over the pages of two ranks and a front end whose counters move."""
     stats = tmp_path / "state" / "stats"
     stats.mkdir(parents=True)
-    common = {"pid": "1", "model_name": "m"}
-    ranks = [
-        StatsWriter(
-            stats,
-            f"rank-0-{r}-1",
-            kind=RANK,
-            labels={
-                **common,
-                "engine": "0",
-                "rank": str(r),
-                "impl": "cpu",
-                "first_layer": "0",
-                "first_kv_head": str(r),
-                "refusal": "",
-            },
-            fields=rank_fields(2, 1),
-        )
-        for r in range(2)
-    ]
+    ranks = [rank_page(stats, r) for r in range(2)]
     fields = {f.name: f for f in front_fields()}
     front = StatsWriter(
         stats,
         "front-1",
         kind=FRONT,
-        labels={**common, "vllm_version": "0.32.0"},
+        labels={**COMMON, "vllm_version": "0.32.0"},
         fields=front_fields(),
     )
     sidecar = Sidecar(Settings(tmp_path / "state", port=0))

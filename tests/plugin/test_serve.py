@@ -21,6 +21,7 @@ import pytest
 from blasst.kernels.exchange.desired import DesiredState, write_desired
 from blasst.kernels.exchange.stats import iter_stats
 from blasst.kernels.threshold import SkipThreshold
+from blasst.plugin.bench_server import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -43,12 +44,6 @@ def command(model: Path, port: int) -> list[str]:
     options = "--served-model-name tiny --dtype float32 --max-model-len 2048 --enforce-eager"
     where = ["--host", "127.0.0.1", "--port", str(port), "--attention-backend", "blasst"]
     return [str(vllm), "serve", str(model), *options.split(), *where]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass

@@ -139,6 +139,37 @@ def check_canary(sidecar, url, prompt, tmp_path):
     control.close()
 
 
+def check_dense_then_vote(sidecar, vllm, prompt):
+    """One prompt before and after the first threshold; the tiles that it visited with a vote."""
+    dense = complete(vllm, prompt)
+    assert dense.status_code == 200, dense.text
+    until(lambda: total(sidecar, "blasst_prefill_tokens_total", path="dense") >= PROMPT_TOKENS)
+    assert total(sidecar, "blasst_tiles_visited_total") == 0
+
+    change = sidecar.put("/v1/blasst/threshold", json={"mag": 2500}, headers={"if-match": '"0"'})
+    assert change.json()["generation"] == 1
+    until(lambda: sidecar.get("/v1/blasst/threshold").json()["converged"])
+    assert complete(vllm, prompt).status_code == 200
+    until(lambda: total(sidecar, "blasst_prefill_tokens_total", path="vote") >= PROMPT_TOKENS)
+
+    visited = total(sidecar, "blasst_tiles_visited_total")
+    skipped = total(sidecar, "blasst_tiles_skipped_total")
+    assert visited > skipped > 0
+    for layer in ("0", "1"):
+        assert total(sidecar, "blasst_tiles_visited_total", layer=layer) == visited / 2
+    assert total(vllm, "blasst_tiles_visited_total") == visited
+    assert total(vllm, "blasst_tiles_skipped_total") == skipped
+    ttft = "blasst_time_to_first_token_seconds_count"
+    for client in (sidecar, vllm):
+        for lambda_class in ("dense", "mag_2500_4499"):
+            labels = {"lambda_class": lambda_class, "prompt_length_class": "le_2k"}
+            assert total(client, ttft, **labels) == 1
+    front_ends = sidecar.get("/v1/blasst/threshold").json()["front_ends"]
+    assert [f["generation_read"] for f in front_ends] == [1, 1]
+    assert max(f["generation_stamped"] for f in front_ends) == 1
+    return visited
+
+
 def test_one_life_of_a_deployment(blasst, connect, model, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
@@ -170,33 +201,7 @@ def test_one_life_of_a_deployment(blasst, connect, model, tmp_path):
     until(lambda: sidecar.get("/v1/blasst/threshold").json()["converged"])
 
     prompt = "".join(chr(97 + i % 26) for i in range(PROMPT_TOKENS))
-    dense = complete(vllm, prompt)
-    assert dense.status_code == 200, dense.text
-    until(lambda: total(sidecar, "blasst_prefill_tokens_total", path="dense") >= PROMPT_TOKENS)
-    assert total(sidecar, "blasst_tiles_visited_total") == 0
-
-    change = sidecar.put("/v1/blasst/threshold", json={"mag": 2500}, headers={"if-match": '"0"'})
-    assert change.json()["generation"] == 1
-    until(lambda: sidecar.get("/v1/blasst/threshold").json()["converged"])
-    assert complete(vllm, prompt).status_code == 200
-    until(lambda: total(sidecar, "blasst_prefill_tokens_total", path="vote") >= PROMPT_TOKENS)
-
-    visited = total(sidecar, "blasst_tiles_visited_total")
-    skipped = total(sidecar, "blasst_tiles_skipped_total")
-    assert visited > skipped > 0
-    for layer in ("0", "1"):
-        assert total(sidecar, "blasst_tiles_visited_total", layer=layer) == visited / 2
-    assert total(vllm, "blasst_tiles_visited_total") == visited
-    assert total(vllm, "blasst_tiles_skipped_total") == skipped
-    ttft = "blasst_time_to_first_token_seconds_count"
-    for client in (sidecar, vllm):
-        for lambda_class in ("dense", "mag_2500_4499"):
-            labels = {"lambda_class": lambda_class, "prompt_length_class": "le_2k"}
-            assert total(client, ttft, **labels) == 1
-    front_ends = sidecar.get("/v1/blasst/threshold").json()["front_ends"]
-    assert [f["generation_read"] for f in front_ends] == [1, 1]
-    assert max(f["generation_stamped"] for f in front_ends) == 1
-
+    visited = check_dense_then_vote(sidecar, vllm, prompt)
     assert complete(vllm, prompt, blasst_mag="off").status_code == 200
     for bad in ({"blasst_mag": -1}, {"blasst_mag": "much"}, {"blasst_nothing": 1}):
         refused = complete(vllm, prompt, **bad)
