@@ -40,6 +40,10 @@ RESULTS = ("ok", "failed", "dense", "not_followed", "changed_meanwhile")
 yet to read the threshold; changed_meanwhile: it changed during the probe."""
 
 _RAISED = "canary: raised from "
+_NEVER_SET = (
+    "no threshold was set through the sidecar; one of the engine's own environment is not watched, "
+    "set it with `blasst threshold set`"
+)
 _MAX_BYTES = 1 << 20
 _DAMAGED = (
     OSError,
@@ -213,7 +217,8 @@ class Canary:
         threshold = state.threshold
         if threshold is None or (isinstance(threshold, Schedule) and threshold.all_dense):
             # Nothing is probed any more that could show that the breach is over.
-            self._breached, self._error = False, ""
+            self._breached = False
+            self._error = "" if state.generation else _NEVER_SET
             return "dense"
         if not self._follows(state.generation):
             return "not_followed"

@@ -195,6 +195,9 @@ def _whole(value: object) -> int:
 
 def finite_number(value: object) -> float:
     """A number of a JSON document. Raises TypeError for all else, NaN and infinity too."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is not a finite number")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        raise TypeError("an integer is too large to be a number") from None
+    raise TypeError(f"{value!r} is not a finite number")

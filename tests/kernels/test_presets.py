@@ -133,6 +133,7 @@ def test_our_own_config_is_read_again_in_both_forms() -> None:
         {"threshold_scale_factor": FLAT | {"formula": "a + b"}},
         {"threshold_scale_factor": {"formula": FLAT["formula"], "decode": {}}},
         {"threshold_scale_factor": FLAT | {"prefill": {"a": 0, "b": 1}}},
+        {"threshold_scale_factor": FLAT | {"prefill": {"a": 10**400, "b": 1}}},
     ],
 )
 def test_configs_without_a_curve_for_prefill_are_refused(config: dict[str, Any]) -> None:

@@ -208,6 +208,16 @@ def test_dense_attention_ends_a_breach(make, control, vllm):
     assert not canary.state().breached
 
 
+def test_that_an_engines_own_environment_is_not_watched_is_said(make, control, vllm):
+    canary = make(threshold=None)
+    assert canary.probe() == "dense"
+    assert "environment is not watched" in canary.state().error
+    assert control.tally.errors()["canary"] == 0
+    control.set(Wish(None), "*")
+    assert canary.probe() == "dense"
+    assert canary.state().error == ""
+
+
 def test_a_step_that_the_disk_refuses_is_a_failure(make, control, vllm, monkeypatch):
     canary = make(min_probes=1)
     vllm.differs_at = 0
