@@ -24,12 +24,10 @@ from blasst.kernels.exchange.stats import iter_stats
 from blasst.plugin.bench_engines import (
     ENVIRONMENT,
     GRAPHS,
-    LLAMA_8B,
     STATS_INTERVAL_S,
     make_engine,
-    no_model_reason,
     stock_backend,
-    too_large_for_cpu,
+    unusable_reason,
     write_llama,
 )
 
@@ -54,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--prompts", type=Path, help="JSONL of `blasst ruler generate`, instead of random ids"
     )
     args = parser.parse_args(argv)
-    if args.model == "llama-8b":
-        reason = too_large_for_cpu(LLAMA_8B["num_hidden_layers"])
-    else:
-        reason = no_model_reason(args.model)
+    reason = unusable_reason(args.model)
     if reason is not None:
         parser.error(reason)
     os.environ.update(ENVIRONMENT)

@@ -79,6 +79,13 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def unusable_reason(model: str) -> str | None:
+    """Why a benchmark cannot run this model, a folder or llama-8b, here; None: it can."""
+    if model == "llama-8b":
+        return too_large_for_cpu(LLAMA_8B["num_hidden_layers"])
+    return no_model_reason(model)
+
+
 WAIT_S = 300
 
 

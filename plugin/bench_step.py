@@ -28,11 +28,9 @@ from typing import Any
 from blasst.plugin.bench_engines import (
     ENVIRONMENT,
     GRAPHS,
-    LLAMA_8B,
     make_engine,
-    no_model_reason,
     stock_backend,
-    too_large_for_cpu,
+    unusable_reason,
     wait_for,
     write_llama,
 )
@@ -73,10 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--wait-for", type=Path, help="once ready, begin when this file exists (at most 300 s)")
     add("--out", type=Path, required=True, help="folder for step.json and trace.json.gz")
     args = parser.parse_args(argv)
-    if args.model == "llama-8b":
-        reason = too_large_for_cpu(LLAMA_8B["num_hidden_layers"])
-    else:
-        reason = no_model_reason(args.model)
+    reason = unusable_reason(args.model)
     if reason is not None:
         parser.error(reason)
     os.environ.update(ENVIRONMENT)
