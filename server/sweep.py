@@ -10,7 +10,7 @@ from blasst.kernels.exchange.pages import CachedPages
 from blasst.kernels.exchange.retire import retire_dead
 from blasst.kernels.exchange.stats import remove_dead
 
-DAY_S = 86_400.0
+_DAY_S = 86_400.0
 RETIRED_AFTER_S = 300.0
 """Until then the status shows who is gone."""
 
@@ -48,7 +48,7 @@ class Sweeper:
         # Nobody here reads the sum and its parts together.
         with self._cache.lock:
             retired = retire_dead(folder, self._older_than_s)
-            removed = remove_dead(folder, DAY_S, keep=RETIRED)
+            removed = remove_dead(folder, _DAY_S, keep=RETIRED)
         return retired + len(removed)
 
     def _run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import threading
 from types import FrameType
@@ -55,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
             args, "", state_dir, args.engine_url or f"http://127.0.0.1:{_VLLM_PORT}"
         )
         from blasst.server.sidecar import Sidecar
-        from blasst.server.sweep import DAY_S
 
         sidecar = Sidecar(settings)
-        sidecar.prepare(dead_pages_older_than_s=DAY_S)
+        # The engine may run: to remove pages, added up or not yet, would let its counters fall.
+        sidecar.prepare(dead_pages_older_than_s=math.inf)
         sidecar.start()
         print(f"blasst sidecar: {sidecar.url} state {settings.state_dir}", flush=True)
         while sidecar.running and not stopped.wait(0.5):

@@ -326,16 +326,18 @@ def bytes_read(pid):
     return int(Path(f"/proc/{pid}/io").read_text().split()[1])
 
 
-def test_old_dead_pages_are_removed_at_the_start(sidecar, fake_engine, state):
+def test_a_start_beside_a_running_engine_lets_no_counter_fall(sidecar, fake_engine, state):
     engine = fake_engine(state / "stats")
-    old = engine.kill(engine.front(1))
-    data = bytearray(old.read_bytes())
+    dead = engine.kill(engine.front(1))
+    data = bytearray(dead.read_bytes())
     data[24:32] = bytes(8)
-    old.write_bytes(data)
-    fresh = engine.kill(engine.front(2))
-    live = engine.front(3)
+    dead.write_bytes(data)
+    retired = dead.with_name("retired-" + "0" * 16 + ".stats")
+    retired.write_bytes(data)
+    live = engine.front(2)
     sidecar()
-    assert sorted(p.name for p in (state / "stats").iterdir()) == sorted([fresh.name, live])
+    names = sorted(p.name for p in (state / "stats").iterdir())
+    assert names == sorted([dead.name, retired.name, live]), "what is old is added up later"
 
 
 def test_pages_of_the_dead_are_added_up_while_it_runs(sidecar, fake_engine, state):
