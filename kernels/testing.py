@@ -1,9 +1,8 @@
 """Inputs for tests and benchmarks whose skip rate is chosen, not found by search.
 
-Every key block has a level that all queries see. Chosen blocks are low: below every block to their
-right; the others share the highest level, 0, so that scores are no larger than a model's. So a
-block is skipped iff it is low and left of the first row's own block, and no vote is nearer than 4
-(log2 units) to a tie.
+Every key block has a level that all queries see: chosen blocks are low, below every block to their
+right, the others share the highest, 0, so that scores are no larger than a model's. A block is
+skipped iff it is low and left of the first row's own; no vote is nearer than 4 (log2) to a tie.
 """
 
 from __future__ import annotations

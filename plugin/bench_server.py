@@ -35,6 +35,7 @@ class Server:
     log: Path
 
     def text(self, path: str) -> str:
+        """The body of a GET. Raises OSError."""
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             found: str = answer.read().decode()
         return found
@@ -126,6 +127,7 @@ def served(args: Any, state: Path, log: Path) -> Iterator[Server]:
 
 
 def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Steps:
+    """The parts of one measurement, and `result` as it is written after each."""
+
     def __init__(self, args: argparse.Namespace, model: Path, dummy: bool) -> None:
         self.args = args
         self.batches = [int(b) for b in args.batches.split(",")]

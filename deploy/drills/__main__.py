@@ -20,6 +20,7 @@ _EPILOG = """exit codes: 0 every promise held, 1 one was broken (a line on stder
 
 
 def parser() -> argparse.ArgumentParser:
+    """Of the three drills."""
     top = argparse.ArgumentParser(
         "python -P -m blasst.deploy.drills",
         description="Damage a deployment on this machine and check what it promised.",
@@ -80,6 +81,7 @@ def _add_soak(one: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Exit codes: those of the epilog."""
     args = parser().parse_args(arguments)
     if args.drill == "dashboard":
         return _draw(args)

@@ -124,6 +124,7 @@ class Watchers:
             thread.start()
 
     def stop(self) -> None:
+        """Wait for the threads; `seen` is whole then."""
         self._stop.set()
         for thread in self._threads:
             thread.join(30)

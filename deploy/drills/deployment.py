@@ -42,5 +42,6 @@ class Deployment:
             raise
 
     def stop(self) -> None:
+        """End both services, the engine first."""
         self.engine.stop()
         self.sidecar.stop()

@@ -61,6 +61,7 @@ class Client:
         self._connection: http.client.HTTPConnection | None = None
 
     def send(self, ask: Ask) -> Answer:
+        """A connection that breaks is an answer too, of status 0."""
         body: dict[str, Any] = {
             "model": "drill",
             "prompt": self._texts[ask.prompt],
@@ -84,6 +85,7 @@ class Client:
         return Answer(ask, began, time.monotonic(), status, found, error)
 
     def close(self) -> None:
+        """Of the connection; the next `send` makes another."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -128,6 +130,7 @@ class Load:
             thread.start()
 
     def stop(self) -> None:
+        """Wait for the requests under way; `answers` is whole then."""
         self._stop.set()
         for thread in self._threads:
             thread.join(_TIMEOUT_S + 10)

@@ -37,10 +37,12 @@ class Outage:
 
     @property
     def recovery_s(self) -> float:
+        """Seconds from the kill until it served again."""
         return self.ready_at - self.killed_at
 
 
 def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as s:
         return int(s.getsockname()[1])
 
@@ -90,10 +92,12 @@ class Service:
 
     @property
     def ready(self) -> bool:
+        """It answered its health check since it was started last."""
         return self._ready.is_set()
 
     @property
     def pid(self) -> int:
+        """Of the process that runs now."""
         return self._popen.pid
 
     def kill(self, role: str = "") -> bool:
@@ -119,6 +123,7 @@ class Service:
         return None
 
     def stop(self) -> None:
+        """End it and its children for good."""
         self._stop.set()
         self._thread.join(30)
         _end_group(self._popen, signal.SIGTERM)

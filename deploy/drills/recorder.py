@@ -62,6 +62,8 @@ def install() -> None:
 
 
 class _Recorder:
+    """Writes one file of this process."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fd = -1

@@ -1,9 +1,8 @@
 """NVIDIA's own generators of the package nvidia-long-context-eval, run as they are.
 
-A program of its own: `nvidia_program.py PACKAGE_FOLDER OUT TOKENIZER COUNT WORDS TASK:LENGTH...`
-makes samples, `nvidia_program.py PACKAGE_FOLDER evaluate PREDICTIONS` scores answers.
-Stand-ins replace what needs a download or is not installed: NLTK's sentence splitter (package
-punkt), scipy's zeta (a sum), tenacity (used for hosted tokenizers only), pandas (prints tables).
+`PACKAGE_FOLDER OUT TOKENIZER COUNT WORDS TASK:LENGTH...` makes samples, `PACKAGE_FOLDER evaluate
+PREDICTIONS` scores answers. Stand-ins replace what needs a download or is not installed: NLTK's
+splitter (package punkt), scipy's zeta, tenacity (hosted tokenizers only), pandas (prints tables).
 """
 
 from __future__ import annotations
