@@ -7,6 +7,7 @@ BlasstError
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -24,3 +25,9 @@ class InvalidInputError(BlasstError, ValueError):
 
 class UnsupportedError(BlasstError, RuntimeError):
     """No implementation, or not the one asked for, can run this problem here."""
+
+
+def refuse(message: str, code: int) -> int:
+    """Print the one line of a command that ends with an error; its exit code, as given."""
+    print(f"blasst: error: {message}", file=sys.stderr)
+    return code

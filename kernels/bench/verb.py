@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from blasst.kernels.bench import mask_verb
+from blasst.kernels.errors import BlasstError, refuse
 
 MIN_TOKENS = 128
 MAX_TOKENS = 1 << 20
@@ -73,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from blasst.kernels.bench import attention, peers, problems, report
-        from blasst.kernels.errors import BlasstError
     except ImportError as e:
-        return _error(f"blasst bench needs torch: {e}; install blasst[cpu] or blasst[cuda]", 1)
+        return refuse(f"blasst bench needs torch: {e}; install blasst[cpu] or blasst[cuda]", 1)
     if args.benchmark == "masks":
         return mask_verb.run(args, _command(sys.argv[1:]))
     device = args.device
@@ -88,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
         if unknown:
             where = f" on {device}" if kind == "problem" else ""
             known_here = ", ".join(known) + where
-            return _error(f"{kind} {unknown[0]!r} is unknown; choose from {known_here}", 2)
+            return refuse(f"{kind} {unknown[0]!r} is unknown; choose from {known_here}", 2)
     if args.rounds < 1 or (args.threads is not None and args.threads < 1):
-        return _error("--rounds and --threads must be at least 1", 2)
+        return refuse("--rounds and --threads must be at least 1", 2)
     if device == "cuda" and not torch.cuda.is_available():
-        return _error("--device cuda: torch finds no GPU here", 1)
+        return refuse("--device cuda: torch finds no GPU here", 1)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             plan, lambda text: print(text, file=sys.stderr, flush=True)
         )
     except BlasstError as e:
-        return _error(str(e), 1)
+        return refuse(str(e), 1)
     table = report.markdown(cells, machine, left_out, _command(sys.argv[1:]))
     if args.markdown is not None:
         args.markdown.write_text(table)
@@ -127,11 +127,6 @@ def _command(argv: list[str]) -> str:
             at = kept.index(option)
             del kept[at : at + 2]
     return "blasst " + shlex.join(kept)
-
-
-def _error(message: str, code: int) -> int:
-    print(f"blasst: error: {message}", file=sys.stderr)
-    return code
 
 
 def _lengths(text: str) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from blasst.kernels.errors import refuse
 from blasst.kernels.instruments import counters
 from blasst.kernels.instruments.record import Recording
 from blasst.kernels.instruments.steps import NAMES, Step
@@ -64,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0, 1 cannot run, 2 wrong usage."""
     if args.visits < 1:
-        return _error("--visits must be at least 1", 2)
+        return refuse("--visits must be at least 1", 2)
     rates = args.skip_rate or [0.75]
     try:
         if args.counters:
@@ -73,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
             recording = Recording.load(args.source)
         else:
             if len(rates) > 1:
-                return _error("one --skip-rate at a time, unless with --counters", 2)
+                return refuse("one --skip-rate at a time, unless with --counters", 2)
             recording = _record(args, rates[0])
     except (OSError, ValueError, RuntimeError, ImportError) as e:
-        return _error(str(e), 2 if isinstance(e, _Usage) else 1)
+        return refuse(str(e), 2 if isinstance(e, _Usage) else 1)
     timeline = recording.timeline()
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -185,8 +186,3 @@ def _window(text: str) -> tuple[float, float]:
     if not first < last:
         raise argparse.ArgumentTypeError("must be a start before an end")
     return first, last
-
-
-def _error(message: str, code: int) -> int:
-    print(f"blasst: error: {message}", file=sys.stderr)
-    return code

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blasst.kernels.errors import BlasstError
+from blasst.kernels.errors import BlasstError, refuse
 
 if TYPE_CHECKING:
     from blasst.kernels.verify.plans import Plan
@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
         from blasst.kernels.verify import plans
         from blasst.kernels.verify.report import examine, mutate
     except ImportError as e:
-        return _error(f"blasst verify needs torch and numpy: {e}; install blasst[cuda]", 3)
+        return refuse(f"blasst verify needs torch and numpy: {e}; install blasst[cuda]", 3)
     reason = plans.missing(args.kernel)
     if reason is not None:
-        return _error(reason, 3)
+        return refuse(reason, 3)
     try:
         plan = plans.make(
             args.kernel, shapes=args.shape, mag=args.mag, skip_rate=args.skip_rate,
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             own_p=args.own_p,
         )  # fmt: skip
     except ValueError as e:
-        return _error(str(e), 2)
+        return refuse(str(e), 2)
     try:
         _say(f"building {plan.subject.name} for {plan.subject.recipe.arch}")
         bench = plan.bench()
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             report.mutants, report.mutant_count = mutate(bench, chosen, args.mutate, _say)
         drawn = _draw(args.timeline, plan) if args.timeline is not None else []
     except BlasstError as e:
-        return _error(str(e), 3)
+        return refuse(str(e), 3)
     lines = report.lines(args.coverage)
     print(json.dumps(report.as_json(), indent=1) if args.json else "\n".join(lines))
     for line in drawn:
@@ -118,11 +118,6 @@ def _draw(target: Path, plan: Plan) -> list[str]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _error(message: str, code: int) -> int:
-    print(f"blasst: error: {message}", file=sys.stderr)
-    return code
 
 
 def _shape(text: str) -> tuple[int, ...]:
