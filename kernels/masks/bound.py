@@ -200,6 +200,14 @@ class MaskCache:
         self, mask: Mask, segments: Segments, device: torch.device | str = "cpu"
     ) -> AttentionMask:
         """The mask over a packed batch; tensors on `device`."""
+        for name, value, kind in (("mask", mask, Mask), ("segments", segments, Segments)):
+            if not isinstance(value, kind):
+                raise InvalidInputError(
+                    [
+                        f"{name} is {type(value).__name__}, it must be {kind.__name__}, as in "
+                        "bind(causal() & document(), batch.segments, device)"
+                    ]
+                )
         device = torch.device(device)
         names = {*field_names(mask, "query"), *field_names(mask, "key")}
         key = mask.text(), parameters(mask), segments.digest(sorted(names)), device

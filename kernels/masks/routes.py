@@ -240,6 +240,13 @@ def fa4_geometry(problem: RouteProblem) -> Geometry:
 
 
 def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
+    if not isinstance(x.mask, AttentionMask):
+        raise InvalidInputError(
+            [
+                f"mask is {type(x.mask).__name__}, it must be an AttentionMask: "
+                "bind(mask, batch.segments, device)"
+            ]
+        )
     reasons = list(_input_reasons(x))
     q, k = x.q, x.k
     if lane not in ("throughput", "exact"):

@@ -116,6 +116,10 @@ class Sample:
     pieces: tuple[Piece, ...]
     align: int = 1
 
+    def __post_init__(self) -> None:
+        if self.align < 1:
+            raise InvalidInputError([f"align {self.align} must be at least 1 token"])
+
     @cached_property
     def columns(self) -> Columns:
         return _columns(self)
@@ -201,6 +205,10 @@ def pack(
     """
     if not samples:
         raise InvalidInputError(["no samples to pack; give at least one"])
+    if pad_to_multiple_of < 1:
+        raise InvalidInputError(
+            [f"pad_to_multiple_of {pad_to_multiple_of} must be at least 1 token"]
+        )
     if seqlen is not None and seqlen % pad_to_multiple_of:
         raise InvalidInputError(
             [f"seqlen {seqlen} is not a multiple of pad_to_multiple_of {pad_to_multiple_of}"]

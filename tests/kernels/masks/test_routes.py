@@ -382,6 +382,8 @@ def test_wrong_inputs(change: Any, text: str) -> None:
     mask = bind(MASKS["causal"], segments(0, 1, 20))
     with pytest.raises(InvalidInputError, match=text):
         masked_attention(*change(*tensors(0, mask, (4, 2), 16, torch.float32)), mask)
+    with pytest.raises(InvalidInputError, match=r"mask is And.*bind"):
+        masked_attention(*tensors(0, mask, (4, 2), 16, torch.float32), MASKS["causal"])  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="lane"):
         masked_attention(*tensors(0, mask, (4, 2), 16, torch.float32), mask, lane="fast")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="flex-triton"):

@@ -90,6 +90,10 @@ def test_rows_fill_in_order_and_samples_keep_to_themselves() -> None:
             lambda: Segments(torch.zeros(1, 2).int(), *[torch.zeros(1, 3).int()] * 4),
             "must be equal",
         ),
+        (lambda: shared_prefix_sample([1], [[2]], align=0), "align 0 must be"),
+        (lambda: pack([shared_prefix_sample([1], [[2]])], pad_to_multiple_of=0), "of 0 must be"),
+        (lambda: bind(causal(), None), "segments is NoneType"),  # type: ignore[arg-type]
+        (lambda: bind(None, None), "mask is NoneType"),  # type: ignore[arg-type]
     ],
 )
 def test_refusals(call: object, reason: str) -> None:
