@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=_lengths, default=[4096, 8192, 16384], metavar="N,N",
         help="prompt tokens of a CPU's problems (default: 4096,8192,16384)")  # fmt: skip
     add("--skip-rates", type=_rates, default=[0.0, 0.5, 0.75, 0.95], metavar="R,R",
-        help="share of blocks to skip, 0 to 1 (default: 0,0.5,0.75,0.95)")  # fmt: skip
+        help="share of blocks to skip, at least 0, below 1 (default: 0,0.5,0.75,0.95)")  # fmt: skip
     add("--impl", action="append", metavar="NAME", help="implementation; may be repeated, skip "
         "rates are dialled for the first (default: auto)")  # fmt: skip
     add("--dtype", default=None, choices=DTYPES, help="of q, k and v (default: float32 on a CPU, "
