@@ -45,13 +45,9 @@ class Verdict:
     kind: str = field(default="kernel", compare=False)
 
 
-def layer_reasons(facts: LayerFacts) -> list[str]:
-    """Why the layer's attention is not what the kernels compute, whichever kernel it is."""
-    return [text for _, text in _layer_reasons(facts)]
-
-
-def _layer_reasons(facts: LayerFacts) -> list[tuple[str, str]]:
-    """(one of LAYER_REASONS, in words)."""
+def layer_reasons(facts: LayerFacts) -> list[tuple[str, str]]:
+    """Why the layer's attention is not what the kernels compute, whichever kernel it is: pairs of
+    one of LAYER_REASONS and words."""
     if facts.backend != OUR_BACKEND:
         return [("other_backend", f"vLLM gave it the backend {facts.backend}")]
     isa = facts.cache_isa
@@ -86,7 +82,7 @@ def _layer_reasons(facts: LayerFacts) -> list[tuple[str, str]]:
 
 def judge(facts: LayerFacts, engine_wide: Sequence[str], impl: str) -> Verdict:
     """The verdict on one layer. `engine_wide`: reasons that hold for all layers."""
-    found = [*_layer_reasons(facts), *(("engine", text) for text in engine_wide)]
+    found = [*layer_reasons(facts), *(("engine", text) for text in engine_wide)]
     chosen = None
     if facts.problem is not None:
         chosen, against = chosen_impl(facts.problem, impl)

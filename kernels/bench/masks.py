@@ -49,9 +49,6 @@ class Plan:
         return Case(mask, tokens, batch, self.num_heads, self.head_dim, self.device, dtype)
 
 
-Section = Callable[[Plan], Iterator[Row]]
-
-
 def speed(plan: Plan) -> Iterator[Row]:
     """Forward, and forward + backward, of every route."""
     for tokens in plan.lengths:

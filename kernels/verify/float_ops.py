@@ -14,7 +14,6 @@ from blasst.kernels.verify.registers import Array
 from blasst.kernels.verify.signature import Signature, same
 
 SMALLEST = np.float32(2.0**-126)
-CANONICAL_NAN = 0x7FFFFFFF
 ROUNDINGS = {".rn": 0, ".rz": 0, ".rm": -1, ".rp": 1}
 
 

@@ -36,7 +36,6 @@ HINTS = (
 )  # fmt: skip
 """Cache hints, and orders and scopes that one block on its own cannot tell apart."""
 SPACES = {"shared": "shared", "shared::cta": "shared", "global": "global", "": "generic"}
-SIGNED = {"s8": np.int8, "s16": np.int16, "s32": np.int32}
 TYPES = tuple(f"{letter}{bits}" for letter in "busf" for bits in (8, 16, 32, 64))
 
 

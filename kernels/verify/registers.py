@@ -24,9 +24,6 @@ SHARED_BASE = 1024  # of dynamic shared memory: the first KiB belongs to the sys
 SHARED_WINDOW = 1 << 46  # generic addresses of shared memory
 PARAMETER_WINDOW = 1 << 45
 
-WIDTHS = {"pred": 1, "b8": 16, "b16": 16, "b32": 32, "b64": 64}
-"""Register classes: bits of a row's elements (bool for predicates)."""
-
 BANKS: dict[str, tuple[int, Callable[[Array], Array]]] = {
     # name: (class, how a view is taken of the class's [rows, 32] array)
     "p": (1, lambda a: a),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blasst.kernels.verify.registers import BANK_NAMES, Array, Banks, Ref
+from blasst.kernels.verify.registers import BANK_NAMES, Array, Ref
 
 Function = Callable[..., Any]
 _SIGNATURE = ", ".join(BANK_NAMES)
@@ -85,10 +85,3 @@ def _masked(function: Function, sources: tuple[Array, ...], target: Array, mask:
 
 def _masked_copy(source: Array, target: Array, mask: Array) -> None:
     np.copyto(target, source, where=mask)
-
-
-def run_segment(segment: Segment, banks: Banks, mask: Array | None) -> None:
-    if mask is None:
-        segment.full(*banks)
-    else:
-        segment.masked(mask, *banks)

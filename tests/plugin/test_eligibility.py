@@ -61,7 +61,8 @@ def test_windows_count_tokens(value: int | tuple[int, int] | None, tokens: int |
 )
 def test_each_reason_is_told(changes: dict[str, Any], reason: str, kind: str) -> None:
     facts = dataclasses.replace(PLAIN, **changes)
-    (told,) = layer_reasons(facts)
+    ((named, told),) = layer_reasons(facts)
+    assert named == kind
     assert reason in told
     verdict = judge(facts, [], "auto")
     assert verdict.impl is None

@@ -112,7 +112,7 @@ def cuda_backend() -> dict[str, Any]:
             BlasstCUDABackend.get_builder_cls().__name__,
             BlasstCUDABackend.get_impl_cls().__name__,
         ],
-        "reasons": layer_reasons(facts_of("layers.0", layer, config)),
+        "reasons": [text for _, text in layer_reasons(facts_of("layers.0", layer, config))],
     }
 
 
