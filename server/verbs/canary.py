@@ -14,7 +14,8 @@ from blasst.server.probe import ProbeError, Result
 from blasst.server.settings import SettingsError
 
 CROSSED = 3
-_EPILOG = """Sends each prompt three times: dense, as deployed, dense again. Changes nothing.
+_EPILOG = """Sends each prompt three times: dense, as deployed, dense again. Changes nothing. It
+asks vLLM alone: a prompt that runs dense anyway (no threshold, below min_context) counts as equal.
 
 exit codes: 0 within the bounds, 1 no usable answer, 2 bad input, 3 a bound is crossed, 4 dense
 answers differ among themselves: nothing can be judged

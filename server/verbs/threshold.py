@@ -149,11 +149,12 @@ def _finish(client: ThresholdClient, state: dict[str, Any], args: argparse.Names
 
 
 def _watch(client: ThresholdClient, args: argparse.Namespace) -> int:
-    last: dict[str, Any] = {}
+    last: object = None
     while True:
         state = client.get()
-        # Ages move all the time; a line is for what somebody did or followed.
-        now = {**state, "front_ends": [{**f, "age_s": 0} for f in state["front_ends"]]}
+        # Ages move all the time, and stamps with requests, which the text does not show.
+        without_ages = {**state, "front_ends": [{**f, "age_s": 0} for f in state["front_ends"]]}
+        now = without_ages if args.json else _text(state)
         if now != last:
             _print(state, args.json)
             last = now
@@ -161,9 +162,10 @@ def _watch(client: ThresholdClient, args: argparse.Namespace) -> int:
 
 
 def _print(state: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(state), flush=True)
-        return
+    print(json.dumps(state) if as_json else _text(state), flush=True)
+
+
+def _text(state: dict[str, Any]) -> str:
     threshold = state["threshold"]
     text = "dense" if threshold is None else f"{threshold['unit']} {threshold['value']:g}"
     if state.get("schedule"):
@@ -173,9 +175,7 @@ def _print(state: dict[str, Any], as_json: bool) -> None:
     if state.get("origin"):
         text += f" ({state['origin']})"
     follow, live = _followers(state)
-    print(
-        f"{text}, generation {state['generation']}, {follow}/{live} front ends follow", flush=True
-    )
+    return f"{text}, generation {state['generation']}, {follow}/{live} front ends follow"
 
 
 def _followers(state: dict[str, Any]) -> tuple[int, int]:

@@ -295,6 +295,27 @@ def test_watch_prints_changes_until_interrupted(blasst, sidecar, capsys):
     assert watch.err.read_text() == ""
 
 
+def test_watch_shows_a_stamp_of_a_request_to_programs_only(blasst, sidecar, fake_engine, tmp_path):
+    engine = fake_engine(tmp_path / "stats")
+    engine.front(generation=0, stamped=0)
+    watches = [
+        blasst("threshold", "watch", "--interval", 0.1, "--url", sidecar.url, *json)
+        for json in ([], ["--json"])
+    ]
+    cli.main(["threshold", "set", "--mag", "2500", "--url", sidecar.url])
+    engine.acknowledge(1, 0)
+    watches[0].output("generation 1, 1/1 front ends follow")
+    engine.acknowledge(1, 1)
+    watches[1].output('"generation_stamped": 1')
+    cli.main(["threshold", "set", "--mag", "3000", "--url", sidecar.url])
+    watches[0].output("mag 3000")
+    for watch in watches:
+        watch.popen.send_signal(2)
+        watch.wait()
+    lines = watches[0].out.read_text().splitlines()
+    assert len(lines) == len(set(lines)), lines
+
+
 def test_a_proxy_of_the_environment_is_left_out(blasst_threshold, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
