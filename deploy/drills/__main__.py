@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _draw(args: argparse.Namespace) -> int:
     try:
         print(dashboard.draw(args.prometheus, args.dashboard, args.minutes))
+    except urllib.error.URLError as e:
+        print(f"drills: no answer of a Prometheus at {args.prometheus}: {e}", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as e:
         print(f"drills: {e}", file=sys.stderr)
         return 2

@@ -140,7 +140,15 @@ def _parts(
         if tokens:
             parts.append(_Part(tokens, turn, role, loss))
 
-    for message in messages:
+    for number, message in enumerate(messages, start=1):
+        missing = [key for key in ("role", "content") if not isinstance(message.get(key), str)]
+        if missing:
+            raise InvalidInputError(
+                [
+                    f"message {number} needs text as {' and '.join(missing)}: tool calls and "
+                    "parts of content go into the text first"
+                ]
+            )
         speaker, content = message["role"], message["content"]
         if speaker == "user" and before not in ("", "user"):
             turn += 1

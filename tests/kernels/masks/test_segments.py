@@ -82,6 +82,7 @@ def test_rows_fill_in_order_and_samples_keep_to_themselves() -> None:
         (lambda: shared_prefix_sample([], [[1]]), "at least one token"),
         (lambda: shared_prefix_sample([1], [[]]), "at least one token"),
         (lambda: conversation([], characters), "no tokens"),
+        (lambda: conversation([{"role": "user"}], characters), "message 1 needs text as content"),
         (lambda: conversation([], characters, strip="both"), '"mask" or "exact"'),  # type: ignore[arg-type]
         (lambda: list(Tags().split("a <think> b")), "no partner"),
         (lambda: list(Tags().split("a </think> b")), "no partner"),
