@@ -100,6 +100,10 @@ def _answers(
         nearest = min(distances, key=distances.__getitem__)
         if nearest != here:
             result.faults.append(f"{answer} looks like lambda {nearest}, and {stamp} says {here}")
+    if not by_content:
+        result.faults.append(
+            "no answer was compared with its threshold's: give more --changes or a longer --pause"
+        )
     result.numbers |= {
         "requests": len(evidence.answers),
         "answered": len(good),

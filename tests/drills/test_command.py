@@ -21,7 +21,7 @@ def model(tmp_path):
     [
         (("kill", "--model", "nothing-here"), "has no config.json"),
         (("soak", "--model", "nothing-here"), "has no config.json"),
-        (("dashboard", "--prometheus", "http://127.0.0.1:1"), "refused"),
+        (("dashboard", "--prometheus", "http://127.0.0.1:1"), "Prometheus at http://127.0.0.1:1"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_code_2(capsys, arguments, words):

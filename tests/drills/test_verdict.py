@@ -102,6 +102,13 @@ def test_an_answer_that_looks_like_another_threshold_is_seen(evidence):
     assert any("looks like" in line for line in faults(wrong))
 
 
+def test_a_run_without_an_answer_to_compare_proves_nothing(evidence):
+    for number, answer in enumerate(evidence.answers):
+        evidence = changed(evidence, number, ask=dataclasses.replace(answer.ask, salt=False))
+    (fault,) = faults(evidence)
+    assert "no answer was compared" in fault
+
+
 @pytest.mark.parametrize("status", [0, 500, 503])
 def test_a_failure_is_excused_by_an_outage_and_by_nothing_else(evidence, status):
     assert any("while all ran" in line for line in faults(changed(evidence, 0, status=status)))
