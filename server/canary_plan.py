@@ -162,17 +162,30 @@ def _value(path: Path, name: str, value: Any) -> Any:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         # In this order: an integer of TOML may be too large for a float.
         if not number or not low <= value <= high:
-            raise SettingsError(f"--canary {path}: {name} must be {low:g} to {high:g} {unit}")
+            raise SettingsError(
+                f"--canary {path}: {name} must be {low:g} to {high:g} {unit}, not {_shown(value)}"
+            )
         if name in _WHOLE and not isinstance(value, int):
-            raise SettingsError(f"--canary {path}: {name} must be a whole number of {unit}")
+            raise SettingsError(
+                f"--canary {path}: {name} must be a whole number of {unit}, not {_shown(value)}"
+            )
         return value
     kind: type = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_FLAGS, bool)}.get(name, object)
     if kind is object:
         names = sorted((*_NUMBERS, *_TEXTS, *_FLAGS))
         raise SettingsError(f"--canary {path}: {name!r} is unknown; it takes {', '.join(names)}")
     if not isinstance(value, kind) or "\0" in str(value):
-        raise SettingsError(f"--canary {path}: {name} must be {kind.__name__}")
+        raise SettingsError(f"--canary {path}: {name} must be {kind.__name__}, not {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value of the plan as an error names it."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _api_key(path: Path) -> str:

@@ -207,7 +207,8 @@ function showError(message) {
 function showCanary(canary) {
   if (canary === null) return text("canary", "");
   const rate = (value) => value === null ? "-" : percent(value);
-  const what = canary.breached ? "bound crossed" : canary.noisy ? "cannot judge" : "within bounds";
+  const judged = canary.probes > 0 ? "within bounds" : "nothing judged yet";
+  const what = canary.breached ? "bound crossed" : canary.noisy ? "cannot judge" : judged;
   return text("canary", `canary: ${what}, agreement ${rate(canary.agreement)} over `
     + `${canary.probes} probes, ${canary.steps} steps`, canary.breached ? "bad" : "");
 }

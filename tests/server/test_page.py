@@ -149,7 +149,8 @@ def test_a_schedule_and_the_last_error_are_shown(page, sidecar, fake_engine):
 @pytest.mark.parametrize(
     ("results", "shown"),
     [
-        ([], "canary: within bounds, agreement - over 0 probes, 0 steps"),
+        ([], "canary: nothing judged yet, agreement - over 0 probes, 0 steps"),
+        ([Result(1.0, 1.0, 0.0, 9)], "canary: within bounds, agreement 100% over 1 probes"),
         ([Result(0.5, 1.0, 0.0, 9)], "canary: bound crossed, agreement 50% over 1 probes"),
         ([Result(0.5, 0.5, 0.0, 9)], "canary: cannot judge, agreement 50% over 1 probes"),
     ],
