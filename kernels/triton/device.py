@@ -43,8 +43,13 @@ def _visible_bits(Bits, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """bool [TILE_M, TILE_N] of a block with bits."""
     WORDS: tl.constexpr = TILE_N // 32
     m, n = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
-    at = Bits + (tile.to(tl.int64) * TILE_M + m)[:, None] * WORDS + (n // 32)[None, :]
-    return ((tl.load(at) >> (n % 32)[None, :]) & 1) != 0
+    at = Bits + (tile.to(tl.int64) * TILE_M + m) * WORDS
+    # Rows alone are loaded: a load of the whole tile would set the layout of the scores, and each
+    # block, with bits or without, would pass through shared memory to get there.
+    word = tl.load(at)[:, None]
+    for w in tl.static_range(1, WORDS):
+        word = tl.where((n // 32 == w)[None, :], tl.load(at + w)[:, None], word)
+    return ((word >> (n % 32)[None, :]) & 1) != 0
 
 
 @triton.jit

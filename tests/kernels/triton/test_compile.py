@@ -150,3 +150,16 @@ def test_the_branch_leaves_keys_and_values_in_the_pipeline(
     assert loop.count("ttg.async_copy_global_to_local") >= 2
     assert not [line for line in loop.splitlines() if "tt.load" in line and "128x!tt" in line]
     assert ("scf.if" in loop) == case.startswith("vote")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_scores_stay_where_the_product_puts_them(
+    builds: dict[str, dict[str, Any]], capability: int
+) -> None:
+    """A tile of bits in another layout would take the scores of every visit through shared memory,
+    and more than double a visit."""
+    loop = builds[f"{capability}, block lists"]["ttgir"].split("scf.for")[-1]
+    assert loop.count("ttg.async_copy_global_to_local") >= 2
+    moved = [line for line in loop.splitlines() if "ttg.convert_layout" in line]
+    assert not [line for line in moved if "128xf32" in line and "128x128" in line]

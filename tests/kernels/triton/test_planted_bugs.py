@@ -83,7 +83,7 @@ BUGS = {
         "tl.load(tiles + at * max_blocks + tl.maximum(i - 1, 0))",
         lists=True,
     ),
-    "bits read from the top": Bug("words >> (n % 32)", "words >> (31 - n % 32)", lists=True),
+    "bits read from the top": Bug("word >> (n % 32)", "word >> (31 - n % 32)", lists=True),
 }  # fmt: skip
 
 
