@@ -41,6 +41,11 @@ class Deployment:
             self.sidecar.stop()
             raise
 
+    def faults(self) -> list[str]:
+        """Processes that ended although nobody killed them."""
+        unasked = self.engine.ended_unasked + self.sidecar.ended_unasked
+        return [f"processes ended {unasked} times that nobody killed"] if unasked else []
+
     def stop(self) -> None:
         """End both services, the engine first."""
         self.engine.stop()

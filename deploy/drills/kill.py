@@ -93,9 +93,7 @@ def run(plan: Plan, say: Any = print) -> Result:
             list(recorder.read(deployment.records)),
         )
         judge(evidence, result)
-        unasked = deployment.engine.ended_unasked + deployment.sidecar.ended_unasked
-        if unasked:
-            result.faults.append(f"processes ended {unasked} times that nobody killed")
+        result.faults += deployment.faults()
     finally:
         deployment.stop()
     return result

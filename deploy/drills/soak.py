@@ -96,9 +96,7 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Result:
         result.numbers |= {"completions": dict(answers), "minutes": plan.minutes}
         if answers.keys() != {200}:
             result.faults.append(f"completions were answered {dict(answers)}")
-        unasked = deployment.engine.ended_unasked + deployment.sidecar.ended_unasked
-        if unasked:
-            result.faults.append(f"processes ended {unasked} times that nobody killed")
+        result.faults += deployment.faults()
     finally:
         deployment.stop()
     return result

@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 
-from blasst.kernels.native.build import BuildError, cache_folder
+from blasst.kernels.native.build import BuildError, cache_folder, seal, whole
 
 logger = logging.getLogger("blasst.kernels")
 
@@ -71,11 +71,9 @@ def _fingerprint(kernel: str) -> str:
 
 def _load(path: Path) -> Any:
     """The function; None where there is none, or a damaged one."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+    if not whole(path):
         logger.warning("%s is damaged and is made again", path)
         return None
     try:
@@ -90,11 +88,7 @@ def _keep(compiled: Any, path: Path) -> None:
     made = path.with_suffix(f".{os.getpid()}.o")
     try:
         compiled.export_to_c(object_file_path=str(made), function_name=SYMBOL)
-        with open(made, "r+b") as file:
-            checksum = hashlib.sha256(file.read()).digest()
-            file.write(checksum)
-            file.flush()
-            os.fsync(file.fileno())
+        seal(made)
         made.replace(path)
     finally:
         made.unlink(missing_ok=True)

@@ -30,7 +30,8 @@ class AttentionMask:
     """Which keys the queries of one layout see. Make it with `bind`; it is immutable.
 
     query, key: the fields of each side; with "index" in both, tokens compare by that index and not
-    by their place (a shard, or a permuted sequence).
+    by their place (a shard, or a permuted sequence). program: one object for all masks of one
+    structure.
     """
 
     def __init__(self, mask: Mask, query: Fields, key: Fields) -> None:
@@ -52,7 +53,7 @@ class AttentionMask:
             self.seqlen_q,
             self.seqlen_k,
         )
-        self._program = torch_program(mask, explicit_index=self.explicit_index)
+        self.program = torch_program(mask, explicit_index=self.explicit_index)
         self._lists: dict[Geometry, BlockLists] = {}
         self._blasst: dict[Geometry, BlockMask] = {}
         self._derived: dict[object, AttentionMask] = {}
@@ -72,7 +73,7 @@ class AttentionMask:
     @property
     def mask_mod(self) -> MaskMod:
         """FlexAttention's: (batch, head, query, key) -> visible, positive logic, any head."""
-        return _mask_mod(self._program, self.tokens.tensors)
+        return _mask_mod(self.program, self.tokens.tensors)
 
     @torch.no_grad()
     def dense(self) -> torch.Tensor:
@@ -81,7 +82,7 @@ class AttentionMask:
         query = torch.arange(self.seqlen_q, device=self.device)[:, None]
         key = torch.arange(self.seqlen_k, device=self.device)
         shape = self.batch, self.seqlen_q, self.seqlen_k
-        visible: torch.Tensor = self._program(batch, query, key, self.tokens.tensors)
+        visible: torch.Tensor = self.program(batch, query, key, self.tokens.tensors)
         return visible.expand(shape)
 
     def lists(self, geometry: Geometry, *, backward: bool = True) -> BlockLists:
@@ -90,7 +91,7 @@ class AttentionMask:
             held = self._lists.get(geometry)
             if held is None or (backward and held.by_key is None):
                 held = build_lists(
-                    self.mask, self._program, self.tokens, geometry, backward=backward
+                    self.mask, self.program, self.tokens, geometry, backward=backward
                 )
                 self._lists[geometry] = held
                 self._built += 1

@@ -28,7 +28,7 @@ def _compiled(kind: tuple[object, ...], dynamic: bool | None) -> Callable[..., A
 
         return flex_attention(*args, **kwargs)
 
-    own = types.FunctionType(attend.__code__.replace(), attend.__globals__, f"attend{hash(kind)}")
+    own = types.FunctionType(attend.__code__.replace(), attend.__globals__)
     return torch.compile(own, fullgraph=True, dynamic=dynamic)
 
 
@@ -38,7 +38,7 @@ def _function(x: Inputs, backend: Backend) -> Callable[..., Any]:
     if torch.compiler.is_compiling():
         return flex_attention
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.v))
-    kind = x.mask.mask.text(), backend, x.want_lse, wants_grad, x.q.dtype
+    kind = x.mask.program, backend, x.want_lse, wants_grad, x.q.dtype
     if backend == "TRITON":
         return _compiled(kind, None)
     # FLASH refuses a mask that reads tensors of symbolic size: one compilation for each shape.

@@ -71,12 +71,12 @@ def library() -> ctypes.CDLL:
     try:
         # Without the lock, which a folder that cannot be written does not give: a library appears
         # whole or not at all.
-        if path.exists() and _whole(path):
+        if path.exists() and whole(path):
             return load(path)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
-                if _whole(path):
+                if whole(path):
                     return load(path)
                 logger.warning("%s is damaged and is made again", path)
             compile_library(compiler, flags, path)
@@ -151,7 +151,7 @@ def compile_library(compiler: Compiler, flags: Sequence[str], path: Path) -> Non
                 f"{shlex.join(compiler.command)} ({compiler.version}) cannot compile the kernel: "
                 f"{said}; set CC to another compiler"
             )
-        _seal(made)
+        seal(made)
         made.replace(path)
     except subprocess.TimeoutExpired as e:
         raise BuildError(f"{e}; set CC to another compiler") from e
@@ -161,7 +161,7 @@ def compile_library(compiler: Compiler, flags: Sequence[str], path: Path) -> Non
     logger.info("compiled the CPU kernel in %.1f s: %s, %s", seconds, compiler.version, path)
 
 
-def _seal(path: Path) -> None:
+def seal(path: Path) -> None:
     """Appends its checksum: to load half a library kills the process."""
     with open(path, "r+b") as file:
         digest = hashlib.sha256(file.read()).digest()
@@ -171,7 +171,8 @@ def _seal(path: Path) -> None:
     path.chmod(0o700)
 
 
-def _whole(path: Path) -> bool:
+def whole(path: Path) -> bool:
+    """Whether the file ends with its checksum."""
     data = path.read_bytes()
     return hashlib.sha256(data[:-32]).digest() == data[-32:]
 
