@@ -209,7 +209,7 @@ class MaskCache:
                         "bind(causal() & document(), batch.segments, device)"
                     ]
                 )
-        device = torch.device(device)
+        device = _with_index(torch.device(device))
         names = {*field_names(mask, "query"), *field_names(mask, "key")}
         key = mask.text(), parameters(mask), segments.digest(sorted(names)), device
         with self._lock:
@@ -218,11 +218,16 @@ class MaskCache:
                 self._held.move_to_end(key)
                 return self._held[key]
             self._misses += 1
-        # Any field will do for the shape of a mask that reads none.
-        fields = {name: segments.field(name).to(device) for name in sorted(names or {"document"})}
+        # Any field will do for the shape of a mask that reads none. A copy: a collator may fill its
+        # tensors again while this mask is held.
+        fields = {
+            name: segments.field(name).to(device, copy=True)
+            for name in sorted(names or {"document"})
+        }
         bound = AttentionMask(mask, fields, fields)
         with self._lock:
-            self._held[key] = bound
+            # Another thread may have been faster: all must share one set of block lists.
+            bound = self._held.setdefault(key, bound)
             while len(self._held) > self._capacity:
                 self._held.popitem(last=False)
                 self._evictions += 1
@@ -233,6 +238,13 @@ class MaskCache:
         with self._lock:
             builds = sum(bound.lists_built for bound in self._held.values())
             return CacheStats(self._hits, self._misses, self._evictions, builds)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Without an index it is another device after torch.cuda.set_device."""
+    if str(device) != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 MASKS = MaskCache()

@@ -24,6 +24,10 @@ class Tags:
     closing: str = "</think>"
     trailing: str = "\n"
 
+    def __post_init__(self) -> None:
+        if not self.opening or not self.closing:
+            raise InvalidInputError(["both tags need at least one character"])
+
     def split(self, text: str) -> Iterator[tuple[Role, str]]:
         """Parts of an assistant message in order, none empty. Raises on tags that do not pair."""
         at = 0
@@ -34,9 +38,19 @@ class Tags:
         )
         for match in span.finditer(text):
             yield from self._answer(text[at : match.start()])
+            self._check_thought(match.group())
             yield Role.THINK, match.group()
             at = match.end()
         yield from self._answer(text[at:])
+
+    def _check_thought(self, span: str) -> None:
+        if self.opening != self.closing and span.count(self.opening) > 1:
+            raise InvalidInputError(
+                [
+                    f"{self.opening!r} stands twice before {self.closing!r} in {span[:60]!r}; "
+                    "close each thought or choose other tags"
+                ]
+            )
 
     def _answer(self, text: str) -> Iterator[tuple[Role, str]]:
         for tag in (self.opening, self.closing):
@@ -50,14 +64,26 @@ class Tags:
 
 @dataclass(frozen=True)
 class Template:
-    """What stands before and after the content of a message. `{role}` is replaced.
+    """What stands before and after the content of a message. header: a format string of `role`.
 
-    Header, thinking, answer and footer are tokenized apart, so no token crosses a border.
+    Header, thinking, answer and footer are tokenized apart, so no token crosses a border: the
+    tokenizer must add no token of its own to each (such as one for the start of a text).
     """
 
     header: str = "<|im_start|>{role}\n"
     footer: str = "<|im_end|>\n"
     tags: Tags = field(default_factory=Tags)
+
+    def __post_init__(self) -> None:
+        try:
+            self.header.format(role="user")
+        except (KeyError, IndexError, ValueError) as e:
+            raise InvalidInputError(
+                [
+                    f"header {self.header!r} is no format string of role ({e!r}); "
+                    "write {{ and }} for braces"
+                ]
+            ) from e
 
 
 def shared_prefix_sample(

@@ -57,10 +57,10 @@ class Term:
         return Compare(op, self, as_term(other))
 
     def __eq__(self, other: object) -> Mask:  # type: ignore[override]
-        return self._compare(Op.EQ, _operand(other))
+        return self._compare(Op.EQ, as_term(other))
 
     def __ne__(self, other: object) -> Mask:  # type: ignore[override]
-        return self._compare(Op.NE, _operand(other))
+        return self._compare(Op.NE, as_term(other))
 
     def __lt__(self, other: Term | int) -> Mask:
         return self._compare(Op.LT, other)
@@ -105,7 +105,7 @@ class Constant(Term):
     value: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", int(self.value))
+        object.__setattr__(self, "value", _integer(self.value))
 
     def text(self) -> str:
         return str(self.value)
@@ -116,6 +116,9 @@ class Parameter(Term):
     """A value that travels in a tensor: another value is the same kernel."""
 
     value: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _integer(self.value))
 
     def text(self) -> str:
         return "param"
@@ -132,15 +135,18 @@ class Difference(Term):
         return f"({self.left.text()} - {self.right.text()})"
 
 
-def as_term(value: Term | int) -> Term:
+def as_term(value: object) -> Term:
     """Integers are constants of the structure."""
-    return value if isinstance(value, Term) else Constant(value)
+    return value if isinstance(value, Term) else Constant(_integer(value))
 
 
-def _operand(value: object) -> Term | int:
-    if isinstance(value, Term | int):
-        return value
-    raise TypeError(f"a mask compares token fields and integers, not {type(value).__name__}")
+def _integer(value: object) -> int:
+    """A plain int that an int32 tensor holds: beyond it, comparisons would wrap silently."""
+    if not isinstance(value, int):
+        raise TypeError(f"a mask compares token fields and integers, not {type(value).__name__}")
+    if not -(1 << 31) <= value < 1 << 31:
+        raise ValueError(f"{value} in a mask is beyond int32, in which fields are compared")
+    return int(value)
 
 
 class Mask:
@@ -151,10 +157,10 @@ class Mask:
     """
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, other)
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other)
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:
         raise NotImplementedError

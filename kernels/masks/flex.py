@@ -38,7 +38,8 @@ def _function(x: Inputs, backend: Backend) -> Callable[..., Any]:
     if torch.compiler.is_compiling():
         return flex_attention
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.v))
-    kind = x.mask.program, backend, x.want_lse, wants_grad, x.q.dtype
+    model = x.q.shape[2:], x.k.shape[2:], x.softmax_scale
+    kind = x.mask.program, backend, x.want_lse, wants_grad, x.q.dtype, model
     if backend == "TRITON":
         return _compiled(kind, None)
     # FLASH refuses a mask that reads tensors of symbolic size: one compilation for each shape.

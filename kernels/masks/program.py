@@ -61,7 +61,8 @@ def torch_program(mask: Mask, *, explicit_index: bool) -> Program:
     """One function object per structure: torch.compile never sees two for one mask."""
     key = mask.text(), explicit_index
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = build_program(mask, torch_load, explicit_index=explicit_index)
+        program = build_program(mask, torch_load, explicit_index=explicit_index)
+        return _PROGRAMS.setdefault(key, program)
     return _PROGRAMS[key]
 
 

@@ -298,6 +298,8 @@ def _input_reasons(x: Inputs) -> list[str]:
                 f"k {list(k.shape)} and v {list(v.shape)} must be equal, with q's head_dim "
                 f"{q.shape[3]}"
             )
-        elif q.shape[2] % k.shape[2]:
+        elif not q.is_floating_point():
+            reasons.append(f"q has dtype {q.dtype}, it must be a floating dtype")
+        elif not k.shape[2] or q.shape[2] % k.shape[2]:
             reasons.append(f"num_heads {q.shape[2]} is not a multiple of num_kv_heads {k.shape[2]}")
     return reasons

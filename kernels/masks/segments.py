@@ -34,11 +34,15 @@ class Segments:
         reasons = []
         for name in FIELD_TENSORS.values():
             tensor = getattr(self, name)
-            if tensor.dtype != torch.int32 or tensor.dim() != 2 or tensor.device.type != "cpu":
+            if not isinstance(tensor, torch.Tensor):
+                reasons.append(f"{name} is {type(tensor).__name__}, it must be a tensor")
+            elif tensor.dtype != torch.int32 or tensor.dim() != 2 or tensor.device.type != "cpu":
                 reasons.append(
                     f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, it must be "
                     "int32 [batch, seqlen] on the CPU: the collator's thread builds it"
                 )
+            elif not tensor.numel():
+                reasons.append(f"{name} has shape {list(tensor.shape)}, it must hold some token")
             elif tensor.shape != self.document_ids.shape:
                 reasons.append(
                     f"{name} has shape {list(tensor.shape)}, document_ids "
@@ -60,18 +64,14 @@ class Segments:
         tensor: torch.Tensor = getattr(self, FIELD_TENSORS[name])
         return tensor
 
-    @cached_property
-    def _digests(self) -> dict[str, bytes]:
-        return {
-            name: hashlib.blake2b(
-                self.field(name).contiguous().numpy().tobytes(), digest_size=16
-            ).digest()
-            for name in FIELD_TENSORS
-        }
-
     def digest(self, names: Iterable[str]) -> tuple[object, ...]:
-        """A key of the layout as far as these fields show it."""
-        return (self.batch, self.seqlen, *((name, self._digests[name]) for name in names))
+        """A key of the layout as far as these fields show it. Never kept: a collator may fill the
+        same tensors again."""
+        return (self.batch, self.seqlen, *((name, self._digest(name)) for name in names))
+
+    def _digest(self, name: str) -> bytes:
+        data = self.field(name).contiguous().numpy().data
+        return hashlib.sha1(data, usedforsecurity=False).digest()
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> Segments:
@@ -145,7 +145,11 @@ def _columns(sample: Sample) -> Columns:
     out = Columns()
     ends: list[int] = []
     segment: int | None = None
-    for piece in sample.pieces:
+    for number, piece in enumerate(sample.pieces):
+        if piece.after is not None and not 0 <= piece.after < number:
+            raise InvalidInputError(
+                [f"piece {number} comes after {piece.after}, it must be an earlier piece or None"]
+            )
         if segment is not None and piece.segment != segment:
             _pad_columns(out, -len(out.tokens) % sample.align)
         segment = piece.segment
@@ -205,6 +209,9 @@ def pack(
     """
     if not samples:
         raise InvalidInputError(["no samples to pack; give at least one"])
+    empty = [i for i, sample in enumerate(samples) if not len(sample)]
+    if empty:
+        raise InvalidInputError([f"sample {empty[0]} has no tokens; leave it out"])
     if pad_to_multiple_of < 1:
         raise InvalidInputError(
             [f"pad_to_multiple_of {pad_to_multiple_of} must be at least 1 token"]

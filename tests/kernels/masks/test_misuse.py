@@ -1,0 +1,80 @@
+"""What a mask, a chat or a sample must not silently take for something else."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from blasst.kernels.errors import InvalidInputError
+from blasst.kernels.masks import flex
+from blasst.kernels.masks.bound import bind
+from blasst.kernels.masks.chat import Tags, Template
+from blasst.kernels.masks.expr import KEY, QUERY
+from blasst.kernels.masks.inputs import Inputs
+from blasst.kernels.masks.mods import causal, document, sliding_window
+from blasst.kernels.masks.routes import masked_attention
+from blasst.kernels.masks.segments import Piece, Sample, Segments, pack
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: KEY.position < 2.5, TypeError, "float"),
+        (lambda: QUERY.index - 1.5 >= KEY.index, TypeError, "float"),
+        (lambda: sliding_window(2.5), TypeError, "float"),  # type: ignore[arg-type]
+        (lambda: sliding_window(1 << 31), ValueError, "beyond int32"),
+        (lambda: KEY.role < 1 << 40, ValueError, "beyond int32"),
+        (lambda: causal() & True, TypeError, "bool"),  # type: ignore[operator]
+        (lambda: causal() | 1, TypeError, "int"),  # type: ignore[operator]
+        (lambda: list(Tags().split("<think>a<think>b</think>c")), InvalidInputError, "twice"),
+        (lambda: list(Tags().split("<think>a<think>b</think>c</think>")), InvalidInputError, "tw"),
+        (lambda: Tags(opening=""), InvalidInputError, "at least one character"),
+        (lambda: Template(header='{"role": "{role}"}'), InvalidInputError, "for braces"),
+        (lambda: pack([Sample(())]), InvalidInputError, "sample 0 has no tokens"),
+        (lambda: pack([Sample((Piece((1,)), Piece((2,), after=-1)))]), InvalidInputError, "-1"),
+        (lambda: pack([Sample((Piece((1,), after=0),))]), InvalidInputError, "earlier piece"),
+    ],
+)
+def test_refused(make: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_equal_tags_pair_in_order() -> None:
+    assert [text for _, text in Tags("|", "|").split("a|b|c")] == ["a", "|b|", "c"]
+
+
+def test_integers_are_no_queries() -> None:
+    mask = bind(causal(), Segments.from_position_ids(torch.arange(4)[None]))
+    q = torch.ones(1, 4, 2, 8, dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match="floating dtype"):
+        masked_attention(q, q, q, mask, impl="eager")
+    f = q.float()
+    with pytest.raises(InvalidInputError, match="num_kv_heads 0"):
+        masked_attention(f, f[:, :, :0], f[:, :, :0], mask, impl="eager")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile counts its recompilations, and nothing is generated."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: real(f, backend="eager", **o))
+    flex._compiled.cache_clear()
+    yield
+    flex._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("uncompiled")
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_a_process_may_use_any_number_of_models() -> None:
+    """Other heads than the first ones are not one recompilation too many."""
+    segments = Segments.from_position_ids(torch.arange(32)[None])
+    bound = bind(causal() & document(), segments)
+    for heads, kv_heads in ((2, 2), (4, 2), (4, 1)):
+        q, k, v = (torch.randn(1, 32, n, 8) for n in (heads, kv_heads, kv_heads))
+        with torch.no_grad():
+            out, _ = flex.run(
+                Inputs(q, k, v, bound, 0.3), backend="TRITON", geometry=flex.TRITON_GEOMETRY
+            )
+        expected = masked_attention(q, k, v, bound, impl="eager", softmax_scale=0.3)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
