@@ -21,6 +21,9 @@ def main() -> int:
     train.add_argument(
         "--init", type=Path, help="exported folder to go on from, with a curriculum of its own"
     )
+    train.add_argument(
+        "--tokenizer", type=Path, help="folder whose tokenizer to use instead of building one"
+    )
     train.add_argument("--config", type=Path, help="JSON with changes to config.py's defaults")
     damage = verbs.add_parser("damage", help="score under skipping rules, random loss, lost needle")
     damage.add_argument("--model", type=Path, required=True, help="exported folder")
@@ -49,7 +52,7 @@ def _train(args: argparse.Namespace) -> int:
         else None
     )
     training = read(args.config, defaults)
-    trainer = Trainer(training, text, args.out, _say, args.init)
+    trainer = Trainer(training, text, args.out, _say, args.init, args.tokenizer)
     done = trainer.run()
     export(trainer.model, trainer.tokenizer, args.out / "model")
     for length in training.lengths:

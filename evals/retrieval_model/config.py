@@ -89,6 +89,12 @@ class Training:
     def total_s(self) -> float:
         return sum(stage.seconds for stage in self.stages)
 
+    def stage_seconds(self, number: int, elapsed_s: float) -> float:
+        """Of a stage that begins after elapsed_s: time that a gate saved is shared by the rest."""
+        left = sum(stage.seconds for stage in self.stages[number:])
+        share = self.stages[number].seconds / left if left else 0.0
+        return share * max(0.0, self.total_s - elapsed_s)
+
 
 def read(path: Path | None, defaults: dict[str, Any] | None = None) -> Training:
     """defaults with the changes of a JSON file. Raises InputError for an unknown name."""

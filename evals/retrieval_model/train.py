@@ -76,18 +76,26 @@ class _Stream(IterableDataset[Batch]):
 
 class Trainer:
     """text: running text for the tokenizer and the haystack. out: checkpoint, then the model.
-    init: exported folder to go on from, with its tokenizer and shape."""
+    init: exported folder to go on from, with its tokenizer and shape. tokenizer: folder whose
+    tokenizer to use; without either one is built from the text."""
 
     def __init__(
-        self, training: Training, text: str, out: Path, say: Say, init: Path | None = None
+        self,
+        training: Training,
+        text: str,
+        out: Path,
+        say: Say,
+        init: Path | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
         torch.manual_seed(training.seed)
         self._training, self._out, self._say = training, out, say
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        given = init or tokenizer
         self.tokenizer: Tokenizer = (
             build_tokenizer(text, training.shape.vocabulary)
-            if init is None
-            else read_tokenizer(init)
+            if given is None
+            else read_tokenizer(given)
         )
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         self._essay = np.array(ids, np.int32)
@@ -125,22 +133,26 @@ class Trainer:
     def _stage(self, stage: Stage, start: float, base: float, deadline: float) -> bool:
         """False when the leg's time was up before the stage's."""
         p, begun = self.progress, time.monotonic() - self.progress.stage_s
+        seconds = self._training.stage_seconds(p.stage, p.elapsed_s - p.stage_s)
         batches = self._batches(stage)
         said = gated = time.monotonic()
+        since: list[tuple[float, float]] = []
         while True:
             now = time.monotonic()
             p.stage_s, p.elapsed_s = now - begun, base + now - start
-            if p.stage_s > stage.seconds:
+            if p.stage_s > seconds:
                 return True
             if now > deadline:
                 return False
             loss, right = self._step(stage, batches)
             if not math.isfinite(loss):
                 raise EvalsError(f"the loss is {loss} at step {p.step}; lower the rate")
+            since.append((loss, right))
             if now - said > _LOG_S:
-                said = now
-                line = {"stage": p.stage, "step": p.step, "loss": loss, "right": right}
+                mean_loss, mean_right = (round(float(x), 4) for x in np.mean(since, 0))
+                line = {"stage": p.stage, "step": p.step, "loss": mean_loss, "right": mean_right}
                 self._say(json.dumps(line | {"tokens": p.tokens, "s": round(p.elapsed_s)}))
+                said, since = now, []
             if stage.gate is not None and now - gated > _GATE_S:
                 gated = now
                 found = self.evaluate(min(stage.lengths), ("copy", "single"))

@@ -92,6 +92,33 @@ def test_going_on_from_a_model_keeps_its_weights_and_words(tmp_path: Path, token
     assert math.isfinite(trainer._step(STAGE, trainer._batches(STAGE))[0])
 
 
+def test_a_given_tokenizer_is_used_with_weights_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
+    export(RetrievalModel(TINY), tokenizer, tmp_path / "model")
+    given = Trainer(TRAINING, "Unheard of. " * 99, tmp_path, print, None, tmp_path / "model")
+    assert given.tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert given.model.shape == TINY
+    built = Trainer(TRAINING, "Unheard of. " * 99, tmp_path, print)
+    assert built.tokenizer.get_vocab() != tokenizer.get_vocab()
+
+
+def test_time_that_a_gate_saves_goes_to_the_later_stages() -> None:
+    plan = replace(TRAINING, stages=tuple(replace(STAGE, seconds=s) for s in (60.0, 10.0, 30.0)))
+    assert [plan.stage_seconds(i, e) for i, e in enumerate((0, 60, 70))] == [60, 10, 30]
+    assert plan.stage_seconds(1, 20) == 20  # a gate let the first one end after 20 s
+    assert plan.stage_seconds(2, 40) == 60
+    assert plan.stage_seconds(2, 120) == 0
+    empty = replace(TRAINING, stages=(replace(STAGE, seconds=0.0),))
+    assert empty.stage_seconds(0, 0) == 0
+
+
+def test_a_passed_gate_ends_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blasst.evals.retrieval_model.train._GATE_S", 0.0)
+    gated = replace(TRAINING, stages=(replace(STAGE, gate=0.0),))  # 0: always passed
+    trainer = Trainer(gated, TEXT, tmp_path, lambda text: None)
+    assert trainer.run() is True
+    assert trainer.progress.step == 1
+
+
 def test_the_batch_of_a_seed_is_always_the_same(documents: Documents, tokenizer: Any) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
     again = Documents(tokenizer, np.array(ids, np.int32), 3)
