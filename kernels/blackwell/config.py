@@ -141,6 +141,11 @@ class Config:
         return self.tile_n // self.window
 
     @property
+    def stops_at_bad_pages(self) -> bool:
+        """A page number that the cache does not have is read as zeros: the proof is of this."""
+        return False
+
+    @property
     def loaders(self) -> int:
         """Warps that share the copies of a block of keys, and as many for values."""
         return 1

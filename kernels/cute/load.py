@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import ATOM_ROWS
@@ -91,6 +93,9 @@ def load_blocks(
             next_page = read_pages(config, pages, tile, next_n)
         barrier = ring.acquire(visit)
         trace.mark(Step.WAIT_EMPTY, visit)
+        if cutlass.const_expr(pages is not None and config.stops_at_bad_pages):
+            # TMA would bring zeros for a page that is not there, and nobody would know.
+            fault_unless_below(page, cute.size(source.coordinates, mode=[3]))
         stage = smem[None, None, ring.stage(visit)]
         for share in cutlass.range_constexpr(loader, windows, config.loaders):
             part = first + share
@@ -109,6 +114,24 @@ def load_blocks(
         page = next_page
         if cutlass.const_expr(config.block_mask):
             listed.advance(visit)
+
+
+@dsl_user_op
+def fault_unless_below(page: Int32, pages: Int32, *, loc=None, ip=None) -> None:
+    """An illegal access, which ends the kernel, unless 0 <= page < pages. A predicated store to
+    address 0: a trap would be a branch, and a third more instructions."""
+    llvm.inline_asm(
+        None,
+        [Int32(page).ir_value(loc=loc, ip=ip), Int32(pages).ir_value(loc=loc, ip=ip)],
+        "{ .reg .pred bad; .reg .b64 nowhere; setp.ge.u32 bad, $0, $1; mov.u64 nowhere, 0; "
+        "@bad st.global.u32 [nowhere], $0; }",
+        "r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
 
 
 @cute.jit

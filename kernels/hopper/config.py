@@ -86,6 +86,11 @@ class Config:
         return self.page_size in SMALL_PAGES
 
     @property
+    def stops_at_bad_pages(self) -> bool:
+        """A page number that the cache does not have ends the kernel with an error."""
+        return self.page_size > 0
+
+    @property
     def loaders(self) -> int:
         """Warps that share the copies of a block of keys, and as many for values."""
         return min(self.windows // self.cluster, 2)

@@ -13,6 +13,7 @@ from blasst.kernels.exchange.layout import RANK, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter
 from blasst.plugin import bench, bench_step
 from blasst.plugin.bench_engines import on_cpu
+from blasst.plugin.bench_start import read_log
 
 
 def _arguments(prompts: Path | None = None, model: Path | None = None) -> argparse.Namespace:
@@ -76,3 +77,13 @@ def test_bad_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
         bench.main(["latency", "model"])
     assert stopped.value.code == 2
     assert "invalid choice: 'latency'" in capsys.readouterr().err
+
+
+def test_a_start_says_when_it_was_ready_and_what_the_kernel_took() -> None:
+    log = (
+        "INFO [rank_setup.py:1] blasst: the hopper kernel is ready after 2.6 s\n"
+        'blasst-start {"imports_s": 7.5, "engine_s": 12.25}\nbye\n'
+    )
+    assert read_log(log) == {"imports_s": 7.5, "engine_s": 12.25, "kernel_s": 2.6}
+    assert read_log("blasst-start {}") == {}
+    assert read_log("Traceback") is None

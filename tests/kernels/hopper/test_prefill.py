@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +131,37 @@ def test_graph_replays_with_lambda_changed_in_place(make: Make) -> None:
         assert torch.equal(out, now.run()[0])
         skips.append(int(counters[:, 1].sum()))
     assert 0 == skips[0] < skips[1] < skips[2]
+
+
+BAD_PAGE = """
+import sys, torch
+from blasst.kernels.hopper.launch import prefill
+from blasst.kernels.types import PagedKV
+page_size, number = int(sys.argv[1]), int(sys.argv[2])
+def zeros(*shape, **given):
+    return torch.zeros(*shape, **{"dtype": torch.bfloat16, "device": "cuda", **given})
+cache, q = zeros(4, page_size, 1, 128), zeros(8, 2, 128)
+table = torch.tensor([[1, number]], dtype=torch.int32, device="cuda")
+keys = torch.tensor([page_size + 8], dtype=torch.int32, device="cuda")
+ends = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+prefill(
+    q, PagedKV(cache, cache, table, keys), ends, torch.empty_like(q), max_seqlen_q=8,
+    softmax_scale=0.1, causal=True, skip_lambda=zeros(1, dtype=torch.float32), counters=None,
+)
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("number", [3, 4, 1 << 28, -1])
+def test_a_page_that_the_cache_does_not_have_is_an_error(page_size: int, number: int) -> None:
+    """TMA alone would bring zeros. In a process of its own: its device context is lost."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", BAD_PAGE, str(page_size), str(number)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == (["done"] if number == 3 else []), done.stderr[-2000:]
+    assert ("illegal memory access" in done.stderr) == (number != 3)
