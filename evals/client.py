@@ -159,9 +159,16 @@ class Completions:
         self, model: str, prompt: Sequence[int], max_tokens: int, xargs: XArgs | None = None
     ) -> Generation:
         """Greedy text that continues the prompt; TTFT is taken from the stream."""
-        body = streamed(request_body(model, prompt, max_tokens, xargs))
+        return self._stream(streamed(request_body(model, prompt, max_tokens, xargs)), len(prompt))
+
+    def generate_from_text(self, model: str, text: str, tokens: int, max_tokens: int) -> Generation:
+        """As generate(), of a text that the server's tokenizer turns into so many tokens."""
+        body = streamed(request_body(model, (), max_tokens))
+        return self._stream(body | {"prompt": text, "add_special_tokens": False}, tokens)
+
+    def _stream(self, body: Mapping[str, Any], sent: int) -> Generation:
         with self.errors():
-            stream = AnswerStream(self.url, len(prompt), time.perf_counter())
+            stream = AnswerStream(self.url, sent, time.perf_counter())
             with self._http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()

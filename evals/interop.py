@@ -38,17 +38,18 @@ def nvidia_predictions(results: Results, point: Point, length: int, folder: Path
     return written
 
 
-def bench_prompts(samples: Sequence[Sample], encoder: PromptEncoder, path: Path) -> Path:
-    """For `vllm bench serve --dataset-name custom --skip-chat-template`: the same token ids, as
-    text that the tokenizer turns back into them. Raises InputError where it does not."""
-    lines = []
-    for sample in samples:
-        text = encoder.decode(sample.prompt)
-        again = encoder.tokenizer.encode(text, add_special_tokens=False).ids
-        if tuple(again) != sample.prompt:
-            raise InputError(f"sample {sample.id} cannot be written as text without changing it")
-        lines.append({"prompt": text, "output_tokens": 1})
-    return _write(path, lines)
+def prompt_text(sample: Sample, encoder: PromptEncoder) -> str:
+    """What the tokenizer turns back into the sample's ids. Raises InputError if nothing is."""
+    text = encoder.decode(sample.prompt)
+    again = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+    if tuple(again) != sample.prompt:
+        raise InputError(f"sample {sample.id} cannot be written as text without changing it")
+    return text
+
+
+def bench_prompts(texts: Sequence[str], path: Path) -> Path:
+    """For `vllm bench serve --dataset-name custom --skip-chat-template`."""
+    return _write(path, [{"prompt": text, "output_tokens": 1} for text in texts])
 
 
 def _write(path: Path, lines: Sequence[dict[str, object]]) -> Path:

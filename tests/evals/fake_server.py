@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,8 @@ class Fake:
     faults: set[str] = field(default_factory=set)
     answers: dict[tuple[int, ...], str] = field(default_factory=dict)
     texts: dict[tuple[int, ...], str] | None = None
+    encode: Callable[[str], list[int]] | None = None
+    """Reads prompts that come as text (None: refuses them)."""
     vote: int = 0
     dense: int = 0
     visited: list[int] = field(default_factory=lambda: [0] * LAYERS)
@@ -189,7 +191,10 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
             error = {"error": {"message": "no room", "code": 400}}
             return JSONResponse(error, status_code=400)
         if isinstance(body["prompt"], str):
-            return JSONResponse({"error": {"message": "text is not read here"}}, status_code=400)
+            if fake.encode is None:
+                error = {"error": {"message": "text is not read here"}}
+                return JSONResponse(error, status_code=400)
+            body["prompt"] = fake.encode(body["prompt"])
         skip_lambda = fake.admit(body)
         if "ignores-salts" in fake.faults and tuple(body["prompt"]) in fake.known:
             fake.prefix_hits += len(body["prompt"]) // 16 * 16

@@ -30,6 +30,12 @@ json.dump(body, open(value("--result-dir") + "/" + value("--result-filename"), "
 """
 
 
+@pytest.fixture(autouse=True)
+def fake_that_reads_text(fake: Any, encoder: PromptEncoder) -> Any:
+    fake.encode = lambda text: encoder.tokenizer.encode(text, add_special_tokens=False).ids
+    return fake
+
+
 def run(
     tmp_path: Path, url: str, model: Path, encoder: PromptEncoder, samples: list[Sample], **v: Any
 ) -> Any:
@@ -59,6 +65,22 @@ def test_ratio_is_taken_prompt_by_prompt(
     same = run(tmp_path, fake_url, tiny_model, encoder, samples, SECONDS=found.ours[0])
     assert 0.3 < same.ratio < 3
     assert not run(tmp_path, fake_url, tiny_model, encoder, samples, SECONDS=9.0).agrees
+
+
+def test_ours_sends_what_theirs_sends(
+    tmp_path: Path,
+    fake: Any,
+    fake_url: str,
+    tiny_model: Path,
+    encoder: PromptEncoder,
+    samples: list[Sample],
+) -> None:
+    """Text without special tokens, each time with a salt of its own."""
+    run(tmp_path, fake_url, tiny_model, encoder, samples)
+    sent = [body for body in fake.prompts if "add_special_tokens" in body]
+    assert [tuple(body["prompt"]) for body in sent] == [s.prompt for s in samples] * 2
+    assert not any(body["add_special_tokens"] for body in sent)
+    assert len({body["cache_salt"] for body in sent}) == 8
 
 
 @pytest.mark.parametrize(

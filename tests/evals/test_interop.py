@@ -16,7 +16,7 @@ from blasst.evals import models
 from blasst.evals.cells import Results, collect
 from blasst.evals.data import DataFiles
 from blasst.evals.errors import EvalsError, InputError
-from blasst.evals.interop import bench_prompts, nvidia_predictions
+from blasst.evals.interop import bench_prompts, nvidia_predictions, prompt_text
 from blasst.evals.metrics import match, string_match_part
 from blasst.evals.prompts import PromptEncoder
 from blasst.evals.samples import Sample
@@ -98,7 +98,8 @@ def test_nothing_to_export_is_an_error(tmp_path: Path) -> None:
 def test_prompts_for_a_benchmark_are_the_same_tokens(
     tmp_path: Path, samples: list[Sample], encoder: PromptEncoder
 ) -> None:
-    path = bench_prompts(samples, encoder, tmp_path / "p.jsonl")
+    texts = [prompt_text(sample, encoder) for sample in samples]
+    path = bench_prompts(texts, tmp_path / "p.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line, sample in zip(lines, samples, strict=True):
         ids = encoder.tokenizer.encode(line["prompt"], add_special_tokens=False).ids
