@@ -84,7 +84,7 @@ def check_call(
     reasons += kv_reasons
     log2_lambda, lambda_reasons = _log2_lambdas(skip_lambda, batch, q.device)
     reasons += lambda_reasons
-    reasons += _counter_reasons(counters, kv.k.shape[-2], q.device)
+    reasons += counter_reasons(counters, kv.k.shape[-2], q.device)
     scale = spec.softmax_scale if spec.softmax_scale is not None else q.shape[-1] ** -0.5
     if not 0.0 < scale < float("inf"):
         reasons.append(f"softmax_scale {scale} must be a finite number > 0")
@@ -243,9 +243,10 @@ def _out_reasons(q: torch.Tensor, out: torch.Tensor | None) -> Iterator[str]:
         )
 
 
-def _counter_reasons(
+def counter_reasons(
     counters: torch.Tensor | None, num_kv_heads: int, device: torch.device
 ) -> Iterator[str]:
+    """Why `counters` cannot be counted in; empty: they can, or there are none."""
     if counters is None:
         return
     if counters.shape != (num_kv_heads, 2) or counters.dtype != torch.int64:

@@ -16,7 +16,7 @@ from blasst.kernels.dispatch import implementation
 from blasst.kernels.errors import InvalidInputError
 from blasst.kernels.support import own_geometry
 from blasst.kernels.threshold import ThresholdError, lambda_to_log2
-from blasst.kernels.types import AttentionSpec, Geometry, Impl, PagedKV, Problem
+from blasst.kernels.types import AttentionSpec, Geometry, Impl, PagedKV, Problem, RaggedKV
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Plan:
     def run(
         self,
         q: torch.Tensor,
-        kv: PagedKV,
+        kv: PagedKV | RaggedKV,
         cu_seqlens_q: torch.Tensor,
         batch: Batch,
         *,

@@ -22,6 +22,7 @@ MASKS: dict[str, Mask] = {
     "strip_thinking": strip_history_thinking(),
 }
 ROUTES = ("fa4", "flex-fa4", "flex-triton")
+FORWARD_ONLY = "blasst"
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Run = Callable[[], object]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ SECTIONS = (
     "votes",
     "lists",
 )
+MASKS = ("causal", "shared_prefix", "strip_thinking")
 LENGTHS = {"cuda": "2048,4096,8192,16384,65536", "cpu": "512,1024"}
 
 
@@ -30,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where (default: auto)")
     add("--sections", default=",".join(SECTIONS), metavar="S,S", help="of " + ", ".join(SECTIONS))
+    add("--masks", default=",".join(MASKS), metavar="M,M", help="of " + ", ".join(MASKS))
     add("--lengths", default=None, metavar="N,N",
         help=f"tokens (default: {LENGTHS['cuda']}; {LENGTHS['cpu']} on a CPU)")  # fmt: skip
     add("--small", type=int, default=4096, help="tokens of the sections about bits (4096)")
@@ -48,20 +50,23 @@ def run(args: argparse.Namespace, command: str) -> int:
     from blasst.kernels.bench import attention, mask_votes, masks
 
     chosen = args.sections.split(",")
-    unknown = [name for name in chosen if name not in SECTIONS]
+    named = args.masks.split(",")
+    unknown = [f"section {name!r}" for name in chosen if name not in SECTIONS]
+    unknown += [f"mask {name!r}" for name in named if name not in MASKS]
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     given = (args.lengths or LENGTHS[device]).split(",")
     lengths = [int(n) for n in given if n.isdigit() and int(n) > 0]
     if unknown or len(lengths) < len(given) or args.rounds < 1 or args.small < 64:
-        wrong = f"section {unknown[0]!r} is unknown" if unknown else "a number is out of range"
+        wrong = f"{unknown[0]} is unknown" if unknown else "a number is out of range"
         print(f"blasst: error: {wrong}; see blasst bench masks --help", file=sys.stderr)
         return 2
     if device == "cuda" and not torch.cuda.is_available():
         print("blasst: error: --device cuda: torch finds no GPU here", file=sys.stderr)
         return 1
-    plan = masks.Plan(tuple(lengths), args.rounds, device, args.small, args.heads, args.head_dim)
+    sizes = args.small, args.heads, args.head_dim
+    plan = masks.Plan(tuple(lengths), args.rounds, device, *sizes, masks=tuple(named))
     result: dict[str, Any] = {"where": attention.machine(device), "sections": {}}
     for name in chosen:
         print(f"masks: {name}", file=sys.stderr, flush=True)
@@ -81,7 +86,8 @@ def run(args: argparse.Namespace, command: str) -> int:
 
 
 def crossover(rows: Sequence[Row], device: str) -> list[dict[str, object]]:
-    """The shortest length from which FA4 through FlexAttention is faster for every mask."""
+    """The shortest lengths from which FA4 through FlexAttention beats FlexAttention's own kernels
+    for every mask, and from which our kernel beats both."""
     if device != "cuda":
         return []
     import torch
@@ -90,23 +96,40 @@ def crossover(rows: Sequence[Row], device: str) -> list[dict[str, object]]:
     return find_crossover(rows, major)
 
 
+RIVALS = {"flex-fa4": ("flex-triton",), "blasst": ("flex-fa4", "flex-triton")}
+
+
 def find_crossover(rows: Sequence[Row], major: int) -> list[dict[str, object]]:
     """From rows of the section speed."""
     table: list[dict[str, object]] = []
-    for column, needs_grad in (("forward_ms", False), ("both_ms", True)):
-        ms = {(r["tokens"], r["mask"], r["route"]): r[column] for r in rows if column in r}
-        won = None
-        for tokens in sorted({n for n, _, _ in ms}, reverse=True):
-            pairs = [
-                (ms.get((tokens, mask, "flex-fa4")), ms.get((tokens, mask, "flex-triton")))
-                for mask in sorted({m for n, m, _ in ms if n == tokens})
-            ]
-            if not all(a is not None and b is not None and a < b for a, b in pairs):
-                break
-            won = tokens
-        if won is not None:
-            table.append({"needs_grad": needs_grad, "major": major, "tokens": won})
+    for route, rivals in RIVALS.items():
+        for column, needs_grad in (("forward_ms", False), ("both_ms", True)):
+            ms = {
+                (r["tokens"], r["mask"], r["route"]): float(r[column])
+                for r in rows
+                if r.get(column) is not None
+            }
+            tokens = _first_won(ms, route, rivals)
+            if tokens is not None:
+                table.append(
+                    {"route": route, "needs_grad": needs_grad, "major": major, "tokens": tokens}
+                )
     return table
+
+
+def _first_won(
+    ms: Mapping[tuple[int, str, str], float], route: str, rivals: Sequence[str]
+) -> int | None:
+    """The shortest length from which on `route` is the fastest for every mask; None = at none."""
+    won = None
+    for tokens in sorted({n for n, _, _ in ms}, reverse=True):
+        for mask in {m for n, m, _ in ms if n == tokens}:
+            ours = ms.get((tokens, mask, route))
+            theirs = [ms.get((tokens, mask, rival)) for rival in rivals]
+            if ours is None or any(other is None or other <= ours for other in theirs):
+                return won
+        won = tokens
+    return won
 
 
 def markdown(result: dict[str, Any], command: str) -> str:

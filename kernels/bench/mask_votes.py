@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,43 +25,64 @@ TILE_N = 128  # keys of a level; every implementation of a GPU votes on so many
 IN_A_ROW = 4  # launches of one measurement: the host prepares the next while one runs
 
 
+@dataclass(frozen=True)
+class Ballot:
+    """Contenders of one mask and length, compiled. ours: the implementation that votes; rates:
+    skipped of the visited blocks, by contender."""
+
+    mask: str
+    tokens: int
+    ours: str
+    runs: dict[str, Run]
+    rates: dict[str, float]
+    left_out: dict[str, str]
+
+
 def votes(plan: Plan) -> Iterator[Row]:
     """Forward only, of prepared calls. low: share of key blocks far below the others; skip_rate:
     what was skipped of the visited blocks, counted. ours: the implementation that ran."""
     for tokens in plan.lengths:
-        for name in cases.MASKS:
-            case = plan.case(name, tokens)
-            mask = cases.bound(case)
-            (q, k, v), _ = cases.inputs(case)
-            rivals, left_out = _rivals(plan, mask, (q, k, v))
-            runs = dict(rivals)
-            rates: dict[str, float] = {}
-            ours, runs["dense"] = _ours(mask, q, k, v, None, None)
-            if name == "causal":
-                _, runs["dense, no mask"] = _ours(None, q, k, v, None, None)
-            for share in SHARES:
-                counters = torch.zeros(k.shape[2], 2, dtype=torch.int64, device=k.device)
-                leveled = _lower(k, share)
-                _, run = _ours(mask, _aligned(q), leveled, v, 2.0**-8, counters)
-                run()
-                visited, skipped = counters.sum(0).tolist()
-                label = f"vote, {share:.0%} low"
-                rates[label] = skipped / visited if visited else 0.0
-                runs[label] = run
-            ms = cases.interleaved(
-                {label: _in_a_row(run, plan.device) for label, run in runs.items()},
-                plan.rounds,
-                plan.device,
-            )
-            first = next(iter(ms.values()))
-            for label, each in ms.items():
-                yield {
-                    "mask": name, "tokens": tokens, "ours": ours, "what": label,
-                    "skip_rate": rates.get(label), "forward_ms": each / _launches(plan.device),
-                    "ratio": each / first,
-                }  # fmt: skip
-            for label, why in left_out.items():
-                yield {"mask": name, "tokens": tokens, "what": label, "left_out": why}
+        for name in plan.masks:
+            yield from timed_votes(plan, ballot(plan, name, tokens))
+
+
+def ballot(plan: Plan, name: str, tokens: int) -> Ballot:
+    """Every contender that counts or is a rival runs once."""
+    case = plan.case(name, tokens)
+    mask = cases.bound(case)
+    (q, k, v), _ = cases.inputs(case)
+    rivals, left_out = _rivals(plan, mask, (q, k, v))
+    runs = dict(rivals)
+    ours, runs["dense"] = _ours(mask, q, k, v, None, None)
+    found = Ballot(name, tokens, ours, runs, {}, left_out)
+    if name == "causal":
+        _, runs["dense, no mask"] = _ours(None, q, k, v, None, None)
+    for share in SHARES:
+        counters = torch.zeros(k.shape[2], 2, dtype=torch.int64, device=k.device)
+        label = f"vote, {share:.0%} low"
+        _, runs[label] = _ours(mask, _aligned(q), _lower(k, share), v, 2.0**-8, counters)
+        runs[label]()
+        visited, skipped = counters.sum(0).tolist()
+        found.rates[label] = skipped / visited if visited else 0.0
+    return found
+
+
+def timed_votes(plan: Plan, found: Ballot) -> Iterator[Row]:
+    """One row a contender; ratio: over the first, the rival where it runs."""
+    ms = cases.interleaved(
+        {label: _in_a_row(run, plan.device) for label, run in found.runs.items()},
+        plan.rounds,
+        plan.device,
+    )
+    first = next(iter(ms.values()))
+    where: Row = {"mask": found.mask, "tokens": found.tokens, "ours": found.ours}
+    for label, each in ms.items():
+        yield {
+            **where, "what": label, "skip_rate": found.rates.get(label),
+            "forward_ms": each / _launches(plan.device), "ratio": each / first,
+        }  # fmt: skip
+    for label, why in found.left_out.items():
+        yield {**where, "what": label, "left_out": why}
 
 
 def _launches(device: str) -> int:

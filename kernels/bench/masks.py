@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from blasst.kernels.bench import mask_cases as cases
 from blasst.kernels.bench.mask_cases import Case, Run
-from blasst.kernels.errors import BlasstError
 from blasst.kernels.masks import MaskCache
 from blasst.kernels.masks.bound import AttentionMask
 from blasst.kernels.masks.cute_mod import cute_mask_mod
 from blasst.kernels.masks.fa4 import GEOMETRIES, backward_tensors, load_fa4, sparse_tensors
+from blasst.kernels.masks.flex import compiled_attention
 from blasst.kernels.types import Geometry
 
 Row = dict[str, Any]
@@ -31,7 +30,8 @@ ERROR_TOKENS = 16384
 
 @dataclass(frozen=True)
 class Plan:
-    """lengths: tokens; rounds: timed ones; small: tokens of the sections about bits."""
+    """lengths: tokens; rounds: timed ones; small: tokens of the sections about bits; masks: names
+    of mask_cases.MASKS."""
 
     lengths: tuple[int, ...]
     rounds: int
@@ -39,60 +39,95 @@ class Plan:
     small: int = 4096
     num_heads: int = 16
     head_dim: int = 128
+    masks: tuple[str, ...] = tuple(cases.MASKS)
 
     @property
     def routes(self) -> tuple[str, ...]:
-        return cases.ROUTES if self.device == "cuda" else ("eager",)
+        """With a backward, and then ours without."""
+        trained = cases.ROUTES if self.device == "cuda" else ("eager",)
+        return (*trained, cases.FORWARD_ONLY)
 
     def case(self, mask: str, tokens: int, batch: int = 1) -> Case:
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         return Case(mask, tokens, batch, self.num_heads, self.head_dim, self.device, dtype)
 
+    def run(self, route: str, mask: AttentionMask, qkv: cases.Tensors, grad: torch.Tensor) -> Run:
+        """[out, dq, dk, dv] of a route, or [out] of ours."""
+        function = cases.attend(route, mask)
+        if route == cases.FORWARD_ONLY:
+            forward = cases.forward(function, qkv)
+            return lambda: [forward()]
+        return cases.both(function, qkv, grad)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contenders of one mask and length, compiled, and why others are not among them."""
+
+    mask: str
+    tokens: int
+    sparsity: float
+    forward: dict[str, Run]
+    both: dict[str, Run]
+    left_out: dict[str, str]
+
 
 def speed(plan: Plan) -> Iterator[Row]:
     """Forward, and forward + backward, of every route."""
     for tokens in plan.lengths:
-        for name in cases.MASKS:
-            case = plan.case(name, tokens)
-            mask = cases.bound(case)
-            qkv, grad = cases.inputs(case)
-            left_out: dict[str, str] = {}
-            contenders = [*plan.routes, *(("sdpa",) if tokens <= ERROR_TOKENS else ())]
-            forward, both = {}, {}
-            for route in contenders:
-                function = cases.attend(route, mask)
-                runs = cases.forward(function, qkv), cases.both(function, qkv, grad)
-                if (why := refusal(runs[1])) is not None:
-                    left_out[route] = why
-                    continue
-                forward[route], both[route] = runs
-            sparsity = mask.lists(Geometry()).sparsity
-            fwd = cases.interleaved(forward, plan.rounds, plan.device)
-            total = cases.interleaved(both, plan.rounds, plan.device)
-            for route in fwd:
-                yield {
-                    "mask": name, "tokens": tokens, "route": route, "sparsity": sparsity,
-                    "forward_ms": fwd[route], "both_ms": total[route],
-                }  # fmt: skip
-            for route, why in left_out.items():
-                yield {"mask": name, "tokens": tokens, "route": route, "left_out": why}
+        for name in plan.masks:
+            yield from timed(plan, contest(plan, name, tokens))
+
+
+def contest(plan: Plan, name: str, tokens: int) -> Contest:
+    """Every route runs once in each direction, which compiles it."""
+    case = plan.case(name, tokens)
+    mask = cases.bound(case)
+    qkv, grad = cases.inputs(case)
+    found = Contest(name, tokens, mask.lists(Geometry()).sparsity, {}, {}, {})
+    for route in (*plan.routes, *(("sdpa",) if tokens <= ERROR_TOKENS else ())):
+        function = cases.attend(route, mask)
+        found.forward[route] = cases.forward(function, qkv)
+        why = refusal(found.forward[route])
+        if why is None and route != cases.FORWARD_ONLY:
+            found.both[route] = cases.both(function, qkv, grad)
+            why = refusal(found.both[route])
+        if why is not None:
+            found.left_out[route] = why
+            del found.forward[route]
+            found.both.pop(route, None)
+    return found
+
+
+def timed(plan: Plan, found: Contest) -> Iterator[Row]:
+    """One row a route. both_ms: None where there is no backward."""
+    forward = cases.interleaved(found.forward, plan.rounds, plan.device)
+    both = cases.interleaved(found.both, plan.rounds, plan.device)
+    where: Row = {"mask": found.mask, "tokens": found.tokens}
+    for route in forward:
+        yield {
+            **where, "route": route, "sparsity": found.sparsity,
+            "forward_ms": forward[route], "both_ms": both.get(route),
+        }  # fmt: skip
+    for route, why in found.left_out.items():
+        yield {**where, "route": route, "left_out": why}
 
 
 def errors(plan: Plan) -> Iterator[Row]:
     """Relative mean error and largest error against float32, head by head."""
     for tokens in (n for n in plan.lengths if n <= ERROR_TOKENS):
-        for name in cases.MASKS:
+        for name in plan.masks:
             case = plan.case(name, tokens)
             mask = cases.bound(case)
             qkv, grad = cases.inputs(case)
             exact = _float32(mask, qkv, grad)
             for route in (*plan.routes, "sdpa"):
-                run = cases.both(cases.attend(route, mask), qkv, grad)
+                run = plan.run(route, mask, qkv, grad)
                 if (why := refusal(run)) is not None:
                     yield {"mask": name, "tokens": tokens, "route": route, "left_out": why}
                     continue
                 row: Row = {"mask": name, "tokens": tokens, "route": route}
-                for label, got, want in zip(TENSORS, _tensors(run), exact, strict=True):
+                for label, got, want in zip(TENSORS, _tensors(run), exact, strict=False):
                     off = (got.float() - want).abs()
                     row[f"{label}_relative"] = float(off.mean() / want.abs().mean())
                     row[f"{label}_max"] = float(off.max())
@@ -100,34 +135,70 @@ def errors(plan: Plan) -> Iterator[Row]:
 
 
 def score_mod(plan: Plan) -> Iterator[Row]:
-    """The same mask as a score_mod that returns -inf: no block is skipped. FlexAttention only."""
-    from torch.nn.attention.flex_attention import flex_attention
+    """The same mask as a score_mod that returns -inf: no block is skipped. FlexAttention only;
+    on a CPU forward only."""
+    for tokens in (n for n in plan.lengths if n <= ERROR_TOKENS):
+        for backend in ("TRITON", "FLASH") if plan.device == "cuda" else ("TRITON",):
+            yield timed_forms(plan, forms(plan, tokens, backend))
 
-    compiled: Any = torch.compile(flex_attention)
-    for tokens in plan.lengths:
-        if tokens > ERROR_TOKENS:
-            continue
-        case = plan.case("shared_prefix", tokens)
-        mask = cases.bound(case)
-        mod, (qkv, _) = mask.mask_mod, cases.inputs(case)
-        turned = [t.transpose(1, 2) for t in qkv]
-        blocks = mask.flex(Geometry())
 
-        def hide(score: Any, b: Any, h: Any, q: Any, k: Any, mod: Any = mod) -> Any:
-            return torch.where(mod(b, h, q, k), score, -torch.inf)
+@dataclass(frozen=True)
+class Forms:
+    """One mask as block mask and as score_mod, compiled. runs: by direction and form."""
 
-        def flex(turned: Any = turned, **how: Any) -> Any:
-            with torch.no_grad():
-                return compiled(*turned, **how)
+    tokens: int
+    backend: str
+    runs: dict[str, dict[str, Run]]
+    left_out: str | None = None
 
-        as_mask, as_score = partial(flex, block_mask=blocks), partial(flex, score_mod=hide)
 
-        difference = float((as_mask().float() - as_score().float()).abs().max())
-        ms = cases.interleaved({"mask": as_mask, "score": as_score}, plan.rounds, plan.device)
-        yield {
-            "tokens": tokens, "block_mask_ms": ms["mask"], "score_mod_ms": ms["score"],
-            "ratio": ms["score"] / ms["mask"], "max_difference": difference,
-        }  # fmt: skip
+def timed_forms(plan: Plan, found: Forms) -> Row:
+    """Milliseconds of both forms, and the largest difference of what they give."""
+    row: Row = {"tokens": found.tokens, "backend": found.backend, "left_out": found.left_out}
+    for direction, pair in found.runs.items():
+        ms = cases.interleaved(pair, plan.rounds, plan.device)
+        row[f"{direction}_mask_ms"], row[f"{direction}_score_ms"] = ms["mask"], ms["score"]
+        row[f"{direction}_ratio"] = ms["score"] / ms["mask"]
+        first, other = (_tensors(run) for run in pair.values())
+        row[f"{direction}_difference"] = max(
+            float((a.float() - b.float()).abs().max()) for a, b in zip(first, other, strict=True)
+        )
+    return row
+
+
+def forms(plan: Plan, tokens: int, backend: str) -> Forms:
+    """Each form runs once in each direction, which compiles it."""
+    case = plan.case("shared_prefix", tokens)
+    mask = cases.bound(case)
+    qkv, grad = cases.inputs(case)
+    mod, blocks = mask.mask_mod, mask.flex(Geometry())
+
+    def hide(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(mod(b, h, q, k), score, -torch.inf)
+
+    options = {"BACKEND": backend} if plan.device == "cuda" else None
+    written: dict[str, dict[str, Any]] = {
+        "mask": {"block_mask": blocks}, "score": {"score_mod": hide}
+    }  # fmt: skip
+    runs: dict[str, dict[str, Run]] = {"forward": {}, "both": {}}
+    for form, how in written.items():
+        compiled = compiled_attention(dynamic=False)
+
+        def attend(*qkv: torch.Tensor, how: Any = how, compiled: Any = compiled) -> torch.Tensor:
+            out: torch.Tensor = compiled(
+                *(t.transpose(1, 2) for t in qkv), kernel_options=options, **how
+            )
+            return out.transpose(1, 2)
+
+        forward = cases.forward(attend, qkv)
+        runs["forward"][form] = lambda forward=forward: [forward()]  # type: ignore[misc]
+        runs["both"][form] = cases.both(attend, qkv, grad)
+    if plan.device == "cpu":
+        del runs["both"]
+    for run in (run for pair in runs.values() for run in pair.values()):
+        if (why := refusal(run)) is not None:
+            return Forms(tokens, backend, {}, why)
+    return Forms(tokens, backend, runs)
 
 
 def backward(plan: Plan) -> Iterator[Row]:
@@ -136,7 +207,7 @@ def backward(plan: Plan) -> Iterator[Row]:
         yield {"left_out": "needs a CUDA GPU"}
         return
     for tokens in plan.lengths:
-        for name in cases.MASKS:
+        for name in plan.masks:
             case = plan.case(name, tokens)
             mask = cases.bound(case)
             qkv, grad = cases.inputs(case)
@@ -161,12 +232,12 @@ def determinism(plan: Plan) -> Iterator[Row]:
         "warn_only": (True, True),
         "strict": (True, False),
     }.items():
-        for name in cases.MASKS:
+        for name in plan.masks:
             case = plan.case(name, plan.small)
             mask = cases.bound(case)
             qkv, grad = cases.inputs(case)
             for route in plan.routes:
-                run = cases.both(cases.attend(route, mask), qkv, grad)
+                run = plan.run(route, mask, qkv, grad)
                 row: Row = {"setting": setting, "mask": name, "route": route}
                 try:
                     torch.use_deterministic_algorithms(strict, warn_only=warn)
@@ -183,7 +254,7 @@ def invariance(plan: Plan) -> Iterator[Row]:
 
     First the run-to-run noise of each route; a difference above it is a neighbour's.
     """
-    for name in cases.MASKS:
+    for name in plan.masks:
         for route in plan.routes:
             floor = _floor(plan, name, route)
             if "left_out" in floor:
@@ -196,8 +267,8 @@ def invariance(plan: Plan) -> Iterator[Row]:
             ):
                 yield {
                     "mask": name, "route": route, "axis": axis,
-                    **{f"{label}_floor": floor[label] for label in TENSORS},
-                    **{label: value for label, value in zip(TENSORS, spread, strict=True)},
+                    **{f"{label}_floor": floor[label] for label in TENSORS if label in floor},
+                    **dict(zip(TENSORS, spread, strict=False)),
                 }  # fmt: skip
 
 
@@ -207,8 +278,8 @@ def lists(plan: Plan) -> Iterator[Row]:
 
     for tokens in plan.lengths:
         layout = cases.segments(tokens)
-        for name, expression in cases.MASKS.items():
-            cache = MaskCache()
+        for name in plan.masks:
+            cache, expression = MaskCache(), cases.MASKS[name]
             built, found = [], []
             for i in range(4):
                 start = time.perf_counter()
@@ -226,11 +297,11 @@ def lists(plan: Plan) -> Iterator[Row]:
 
 
 def refusal(run: Run) -> str | None:
-    """Runs once; why it cannot."""
+    """Runs once; why it cannot. Whatever a compiler behind a route raises is a row of the table."""
     try:
         run()
-    except (BlasstError, NotImplementedError, RuntimeError, AssertionError) as e:
-        return f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+    except Exception as e:
+        return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
     return None
 
 
@@ -279,10 +350,10 @@ def _spread(run: Run, repeats: int) -> Row:
     """How many repeats differ from the first, and by how much, for each tensor."""
     first = [t.clone() for t in _tensors(run)]
     row: Row = {"repeats": repeats}
-    for label in TENSORS:
+    for label, _ in zip(TENSORS, first, strict=False):
         row[label], row[f"{label}_differ"] = 0.0, 0
     for _ in range(repeats - 1):
-        for label, a, b in zip(TENSORS, first, _tensors(run), strict=True):
+        for label, a, b in zip(TENSORS, first, _tensors(run), strict=False):
             row[label] = max(row[label], float((a.float() - b.float()).abs().max()))
             row[f"{label}_differ"] += not torch.equal(a, b)
     return row
@@ -298,14 +369,14 @@ def _pinned(
     drawn, grad = cases.inputs(case, seed=seed)
     for t, own_part in zip((*drawn, grad), (*fixed, fixed_grad), strict=True):
         t[0, :own] = own_part[0]
-    run = cases.both(cases.attend(route, mask), drawn, grad)
+    run = plan.run(route, mask, drawn, grad)
     return [t[0, :own].clone() for t in _tensors(run)]
 
 
 def _largest(results: list[list[torch.Tensor]]) -> list[float]:
     return [
         max(float((r[i].float() - results[0][i].float()).abs().max()) for r in results)
-        for i in range(len(TENSORS))
+        for i in range(len(results[0]))
     ]
 
 

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,13 +149,27 @@ class AttentionMask:
         with self._lock:
             if geometry not in self._blasst:
                 self._blasst[geometry] = BlockMask(
-                    self.mask_mod,
+                    _from_context(self.mask_mod, self.seqlen_k - self.seqlen_q),
                     forward.partial_counts,
                     forward.partial_indices,
                     forward.full_counts,
                     forward.full_indices,
                 )
             return self._blasst[geometry]
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [batch + 1] each: where the rows of the batch end, of queries and of keys. On the
+        device once: a copy for each call would make the host wait."""
+        ends = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device)
+        return ends * self.seqlen_q, ends * self.seqlen_k
+
+
+def _from_context(mask_mod: MaskMod, context: int) -> MaskMod:
+    """mask_mod for query positions that count in keys: row i of a request is at context + i."""
+    if context == 0:
+        return mask_mod
+    return lambda b, h, q, k: mask_mod(b, h, q - context, k)
 
 
 def _mask_mod(program: Any, tensors: tuple[torch.Tensor, ...]) -> MaskMod:

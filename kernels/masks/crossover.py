@@ -1,4 +1,4 @@
-"""From which length on FlashAttention-4 beats FlexAttention's Triton kernels: data, not code."""
+"""From which length on a route of masked attention is the fastest one: data, not code."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Crossover:
-    """tokens: FA4 (through FlexAttention) is the faster route from this sequence length on, by
-    (needs a gradient, major compute capability). A GPU that is not listed uses Triton."""
+    """tokens: the sequence length from which on a route is the faster one, by (route, needs a
+    gradient, major compute capability): "flex-fa4" than "flex-triton", "blasst" than both. Routes
+    and GPUs that are not listed are not chosen; "flex-triton" needs no entry."""
 
-    tokens: Mapping[tuple[bool, int], int] = field(default_factory=dict)
+    tokens: Mapping[tuple[str, bool, int], int] = field(default_factory=dict)
     source: str = ""
 
-    def fa4_from(self, capability: tuple[int, int] | None, needs_grad: bool) -> int:
+    def first(self, route: str, capability: tuple[int, int] | None, needs_grad: bool) -> int:
         """Tokens; NEVER when nothing was measured."""
         if capability is None:
             return NEVER
-        return self.tokens.get((needs_grad, capability[0]), NEVER)
+        return self.tokens.get((route, needs_grad, capability[0]), NEVER)
 
     @classmethod
     def load(cls, path: Path) -> Crossover:
         """The table that `blasst bench masks --json` wrote. Raises InvalidInputError."""
         try:
             found = json.loads(path.read_text())["crossover"]
-            rows = {(bool(r["needs_grad"]), int(r["major"])): int(r["tokens"]) for r in found}
+            rows = {
+                (str(r["route"]), bool(r["needs_grad"]), int(r["major"])): int(r["tokens"])
+                for r in found
+            }
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise InvalidInputError(
                 [f"{path} holds no crossover table ({e!r}); write one with blasst bench masks"]
@@ -39,8 +43,7 @@ class Crossover:
         return cls(rows, str(path))
 
 
-REPORTED = Crossover(
-    {(False, 9): 8192, (True, 9): 8192},
-    "one H100 as reported with issue 5 (torch 2.11, FA4 b15): Triton ahead at 2K and 4K, FA4 at 8K "
-    "and 16K, forward and forward + backward; one H200 for causal masks (FA4 b36): the same",
+MEASURED = Crossover(
+    {("flex-fa4", False, 9): 8192, ("flex-fa4", True, 9): 8192, ("blasst", False, 9): 16384},
+    "one H200, 16 heads of 128, bfloat16: docs/measurements/h200-masks.md",
 )

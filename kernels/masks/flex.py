@@ -18,10 +18,9 @@ TRITON_GEOMETRY = Geometry(128, 128)
 """FlexAttention's default block, a multiple of every tile that its Triton templates choose."""
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(kind: tuple[object, ...], dynamic: bool | None) -> Callable[..., Any]:
-    """One for each kind of call. torch.compile counts recompilations by code object and gives up at
-    8, so each kind has a code object of its own: a process may use any number of masks."""
+def compiled_attention(dynamic: bool | None) -> Callable[..., Any]:
+    """flex_attention, compiled, as a function of its own: torch.compile counts recompilations by
+    code object and gives up at 8."""
 
     def attend(*args: Any, **kwargs: Any) -> Any:
         from torch.nn.attention.flex_attention import flex_attention
@@ -30,6 +29,12 @@ def _compiled(kind: tuple[object, ...], dynamic: bool | None) -> Callable[..., A
 
     own = types.FunctionType(attend.__code__.replace(), attend.__globals__)
     return torch.compile(own, fullgraph=True, dynamic=dynamic)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(kind: tuple[object, ...], dynamic: bool | None) -> Callable[..., Any]:
+    """One for each kind of call: a process may use any number of masks."""
+    return compiled_attention(dynamic)
 
 
 def _function(x: Inputs, backend: Backend) -> Callable[..., Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -14,10 +16,13 @@ from blasst.kernels import dispatch
 from blasst.kernels.errors import InvalidInputError, UnsupportedError
 from blasst.kernels.masks import eager, fa4, flex, serving
 from blasst.kernels.masks.bound import AttentionMask
-from blasst.kernels.masks.crossover import REPORTED, Crossover
+from blasst.kernels.masks.crossover import MEASURED, Crossover
 from blasst.kernels.masks.inputs import Inputs, Result
+from blasst.kernels.plan import Plan
 from blasst.kernels.support import own_geometry
 from blasst.kernels.types import Geometry, Problem
+
+logger = logging.getLogger("blasst.kernels")
 
 Lane = Literal["throughput", "exact"]
 Determinism = Literal["off", "warn", "strict"]
@@ -46,7 +51,7 @@ class Options:
     implementation for this problem has.
     """
 
-    crossover: Crossover = field(default_factory=lambda: REPORTED)
+    crossover: Crossover = field(default_factory=lambda: MEASURED)
     skip_lambda: float | None = None
     counters: torch.Tensor | None = None
     geometry: Geometry | None = None
@@ -54,22 +59,30 @@ class Options:
 
 @dataclass(frozen=True)
 class RouteProblem:
-    """All that decides which route runs. determinism: torch.use_deterministic_algorithms."""
+    """All that decides which route runs. determinism: torch.use_deterministic_algorithms;
+    seqlen_k: None = as many keys as query rows; compiling: torch.compile traces the call."""
 
     attention: Problem
     seqlen: int
     needs_grad: bool
+    seqlen_k: int | None = None
     lane: Lane = "throughput"
     determinism: Determinism = "off"
+    compiling: bool = False
     fa4_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RouteChoice:
-    """The route that runs, and what speaks against those that would come first."""
+    """The route that runs, why, and what speaks against those that would come first."""
 
     route: Route
+    why: str
     against: Mapping[Route, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        others = "".join(f"; not {name}: {', '.join(r)}" for name, r in self.against.items())
+        return f"{self.route}: {self.why}{others}"
 
 
 def masked_attention(
@@ -102,12 +115,8 @@ def attend(x: Inputs, *, lane: Lane, impl: str, options: Options) -> Result:
     if route is Route.EAGER:
         return eager.run(x)
     if route is Route.BLASST:
-        return serving.run(
-            x,
-            geometry=blasst_geometry(problem),
-            skip_lambda=options.skip_lambda,
-            counters=options.counters,
-        )
+        plan = blasst_plan(problem, x)
+        return serving.run(x, plan=plan, skip_lambda=options.skip_lambda, counters=options.counters)
     if route is Route.FLEX_TRITON:
         return flex.run(x, backend="TRITON", geometry=flex.TRITON_GEOMETRY)
     geometry, ordered = fa4_geometry(problem), needs_write_order(problem)
@@ -134,31 +143,49 @@ def choose(problem: RouteProblem, impl: str, crossover: Crossover) -> RouteChoic
         reasons = unsupported_reasons(problem, Route(impl))
         if reasons:
             raise UnsupportedError([f"{impl}: {reason}" for reason in reasons])
-        return RouteChoice(Route(impl), {})
+        return RouteChoice(Route(impl), "asked for", {})
     against: dict[Route, tuple[str, ...]] = {}
-    for route in order(problem, crossover):
+    for route, why in order(problem, crossover).items():
         reasons = unsupported_reasons(problem, route)
         if not reasons:
-            return RouteChoice(route, against)
+            choice = RouteChoice(route, why, against)
+            if not problem.compiling:
+                _log(str(choice))
+            return choice
         against[route] = tuple(reasons)
     raise UnsupportedError(
         [f"{route}: {reason}" for route, reasons in against.items() for reason in reasons]
     )
 
 
-def order(problem: RouteProblem, crossover: Crossover) -> tuple[Route, ...]:
-    """Routes that "auto" tries. Never the eager one on a GPU: it visits every block."""
+def order(problem: RouteProblem, crossover: Crossover) -> dict[Route, str]:
+    """Routes that "auto" tries, and why. Never the eager one on a GPU: it visits every block; never
+    a kernel of ours where torch.compile traces, which it cannot look into."""
+    attention, needs_grad = problem.attention, problem.needs_grad
+    ours = not needs_grad and not problem.compiling
     if problem.lane == "exact":
-        return (Route.FLEX_TRITON,)
-    if problem.attention.vote:
-        return (Route.BLASST,)
-    if problem.attention.device_type == "cpu":
-        return (Route.EAGER,) if problem.needs_grad else (Route.BLASST, Route.EAGER)
-    longest_first = problem.seqlen >= crossover.fa4_from(
-        problem.attention.capability, problem.needs_grad
-    )
-    pair = (Route.FLEX_FA4, Route.FLEX_TRITON)
-    return pair if longest_first else pair[::-1]
+        return {Route.FLEX_TRITON: "the exact lane"}
+    if attention.vote:
+        return {Route.BLASST: "a skip_lambda is given"}
+    if attention.device_type == "cpu":
+        eager = {Route.EAGER: "a CPU"}
+        return {Route.BLASST: "inference on a CPU"} | eager if ours else eager
+    kind = "training" if needs_grad else "inference"
+    faster, slower = {}, {}
+    for route in (Route.BLASST, Route.FLEX_FA4) if ours else (Route.FLEX_FA4,):
+        first = crossover.first(route, attention.capability, needs_grad)
+        if problem.seqlen >= first:
+            faster[route] = f"faster from {first} tokens on in {kind} ({crossover.source})"
+        elif route is Route.FLEX_FA4:
+            slower[route] = "the one that is left"
+    triton = {Route.FLEX_TRITON: f"no faster route is known for {kind} at this length"}
+    return faster | triton | slower
+
+
+@functools.lru_cache(maxsize=256)
+def _log(choice: str) -> None:
+    """Each new automatic choice once."""
+    logger.info("masked attention runs on %s", choice)
 
 
 def unsupported_reasons(problem: RouteProblem, route: Route) -> list[str]:
@@ -209,6 +236,11 @@ def _blasst_reasons(problem: RouteProblem) -> list[str]:
     reasons = []
     if problem.needs_grad:
         reasons.append("it has no backward; call it in torch.no_grad() or choose another route")
+    if problem.seqlen_k is not None and problem.seqlen > problem.seqlen_k:
+        reasons.append(
+            f"{problem.seqlen} query rows and {problem.seqlen_k} keys: to it the rows are the last "
+            "of the keys, so they cannot be more"
+        )
     try:
         dispatch.choose(problem.attention)
     except UnsupportedError as e:
@@ -220,6 +252,19 @@ def blasst_geometry(problem: RouteProblem) -> Geometry:
     """What is asked for, or what the kernel that will run has."""
     attention = problem.attention
     return attention.geometry or own_geometry(attention, dispatch.choose(attention).impl)
+
+
+def blasst_plan(problem: RouteProblem, x: Inputs) -> Plan:
+    """The prefill kernel that will run, and the mask in its form."""
+    attention, geometry = problem.attention, blasst_geometry(problem)
+    spec = serving.spec_for(x.mask, x.softmax_scale, geometry)
+    return Plan(
+        dispatch.choose(attention).impl,
+        replace(attention, geometry=geometry),
+        spec,
+        x.softmax_scale,
+        geometry,
+    )
 
 
 def needs_write_order(problem: RouteProblem) -> bool:
@@ -272,8 +317,10 @@ def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
         ),
         seqlen=q.shape[1],
         needs_grad=x.needs_grad,
+        seqlen_k=k.shape[1],
         lane=lane,
         determinism=determinism,
+        compiling=torch.compiler.is_compiling(),
         fa4_reasons=fa4.fa4_reasons() if q.is_cuda else (),
     )
 
@@ -281,6 +328,8 @@ def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
 def _input_reasons(x: Inputs) -> list[str]:
     q, k, v, mask = x.q, x.k, x.v, x.mask
     reasons = []
+    if not 0.0 < x.softmax_scale < float("inf"):
+        reasons.append(f"softmax_scale {x.softmax_scale} must be a finite number > 0")
     lengths = mask.seqlen_q, mask.seqlen_k, mask.seqlen_k
     for name, t, seqlen in zip("qkv", (q, k, v), lengths, strict=True):
         if t.dim() != 4 or t.shape[:2] != (mask.batch, seqlen):

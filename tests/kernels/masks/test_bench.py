@@ -1,6 +1,7 @@
 """`blasst bench masks` on a CPU: the program that a GPU only has to run."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,31 @@ from blasst.server.cli import main
 SMALL = ["--device", "cpu", "--heads", "1", "--head-dim", "64", "--rounds", "1", "--small", "64"]
 
 
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's C++ compiler takes longer than all the rest."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
 def test_rows_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, table = tmp_path / "rows.json", tmp_path / "table.md"
-    chosen = [s for s in SECTIONS if s != "score_mod"]
-    arguments = ["bench", "masks", *SMALL, "--lengths", "640", "--sections", ",".join(chosen)]
+    arguments = ["bench", "masks", *SMALL, "--lengths", "640"]
     assert main([*arguments, "--json", str(out), "--markdown", str(table)]) == 0
+    chosen = list(SECTIONS)
     found = json.loads(out.read_text())
     assert list(found["sections"]) == chosen
     assert all(found["sections"][name] for name in chosen)
     speed = found["sections"]["speed"]
-    assert {row["route"] for row in speed} == {"eager", "sdpa"}
-    assert all(row["both_ms"] > 0 for row in speed)
-    assert all(row["dq_relative"] < 1e-5 for row in found["sections"]["errors"])
+    assert {row["route"] for row in speed} == {"eager", "blasst", "sdpa"}
+    assert all(row["forward_ms"] > 0 for row in speed)
+    assert all((row["both_ms"] or 0) > 0 or row["route"] == "blasst" for row in speed)
+    errors = found["sections"]["errors"]
+    assert all(row["out_relative"] < 1e-5 for row in errors)
+    assert all(row["dq_relative"] < 1e-5 for row in errors if row["route"] != "blasst")
+    (score,) = found["sections"]["score_mod"]
+    assert score["left_out"] is None
+    assert score["forward_difference"] < 1e-5
+    assert score["forward_ratio"] > 0
     repeats = found["sections"]["determinism"]
     assert {row["setting"] for row in repeats} == {"off", "warn_only", "strict"}
     rates = [row["skip_rate"] for row in found["sections"]["votes"] if "95%" in row["what"]]
@@ -37,13 +51,20 @@ def test_rows_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--sections", "fast"], 2), (["--lengths", "x"], 2), (["--rounds", "0"], 2)],
+    [
+        (["--sections", "fast"], 2),
+        (["--masks", "causal,round"], 2),
+        (["--lengths", "x"], 2),
+        (["--rounds", "0"], 2),
+    ],
 )
 def test_wrong_usage(arguments: list[str], code: int) -> None:
     assert main(["bench", "masks", *SMALL, *arguments]) == code
 
 
-def row(tokens: int, mask: str, route: str, forward: float, both: float) -> dict[str, object]:
+def row(
+    tokens: int, mask: str, route: str, forward: float, both: float | None
+) -> dict[str, object]:
     return {
         "tokens": tokens, "mask": mask, "route": route, "forward_ms": forward, "both_ms": both,
     }  # fmt: skip
@@ -60,18 +81,24 @@ def test_crossover_needs_every_mask_and_every_longer_length(tmp_path: Path) -> N
         row(8192, "strip", "flex-fa4", 2.0, 2.0),
         row(8192, "strip", "flex-triton", 3.0, 3.0),
         {"tokens": 8192, "mask": "strip", "route": "fa4", "left_out": "no"},
+        *(row(n, "causal", "blasst", 1.5, None) for n in (2048, 4096, 8192)),
+        row(8192, "strip", "blasst", 1.9, None),
     ]
     table = find_crossover(rows, 9)
     assert table == [
-        {"needs_grad": False, "major": 9, "tokens": 4096},
-        {"needs_grad": True, "major": 9, "tokens": 8192},
+        {"route": "flex-fa4", "needs_grad": False, "major": 9, "tokens": 4096},
+        {"route": "flex-fa4", "needs_grad": True, "major": 9, "tokens": 8192},
+        {"route": "blasst", "needs_grad": False, "major": 9, "tokens": 4096},
     ]
+    assert find_crossover([*rows, row(8192, "strip", "blasst", 2.0, None)], 9)[2:] == []
     out = tmp_path / "rows.json"
     out.write_text(json.dumps({"crossover": table}))
     loaded = Crossover.load(out)
-    assert loaded.fa4_from((9, 0), True) == 8192
-    assert loaded.fa4_from((9, 0), False) == 4096
-    assert loaded.fa4_from((10, 0), True) > 1 << 40
+    assert loaded.first("flex-fa4", (9, 0), True) == 8192
+    assert loaded.first("flex-fa4", (9, 0), False) == 4096
+    assert loaded.first("flex-fa4", (10, 0), True) > 1 << 40
+    assert loaded.first("blasst", (9, 0), False) == 4096
+    assert loaded.first("blasst", (9, 0), True) > 1 << 40
     assert "4096" in markdown({"where": {}, "sections": {}, "crossover": table}, "blasst")
 
 

@@ -19,7 +19,7 @@ from blasst.kernels.errors import InvalidInputError, UnsupportedError
 from blasst.kernels.masks import fa4, flex, routes, serving
 from blasst.kernels.masks.bound import AttentionMask, bind
 from blasst.kernels.masks.chat import shared_prefix_sample
-from blasst.kernels.masks.crossover import REPORTED, Crossover
+from blasst.kernels.masks.crossover import MEASURED, Crossover
 from blasst.kernels.masks.inputs import Inputs
 from blasst.kernels.masks.mods import (
     causal,
@@ -29,6 +29,7 @@ from blasst.kernels.masks.mods import (
     sliding_window,
     strip_history_thinking,
 )
+from blasst.kernels.masks.parallel import Order, Shard, shard_mask
 from blasst.kernels.masks.routes import Options, Route, RouteProblem, masked_attention
 from blasst.kernels.masks.segments import Segments, pack
 from blasst.kernels.reference import reference_attention
@@ -287,7 +288,11 @@ CPU = replace(GPU, attention=replace(GPU.attention, device_type="cpu", capabilit
         (replace(GPU, seqlen=4096), Route.FLEX_TRITON),
         (replace(GPU, lane="exact"), Route.FLEX_TRITON),
         (replace(GPU, determinism="strict"), Route.FLEX_TRITON),
-        (replace(GPU, determinism="strict", needs_grad=False), Route.FLEX_FA4),
+        (replace(GPU, determinism="strict", needs_grad=False), Route.BLASST),
+        (replace(GPU, needs_grad=False), Route.BLASST),
+        (replace(GPU, needs_grad=False, compiling=True), Route.FLEX_FA4),
+        (replace(GPU, needs_grad=False, lane="exact"), Route.FLEX_TRITON),
+        (replace(GPU, needs_grad=False, seqlen=1024), Route.FLEX_TRITON),
         (replace(GPU, determinism="warn"), Route.FLEX_FA4),
         (replace(GPU, determinism="warn", lane="exact"), Route.FLEX_TRITON),
         (replace(GPU, fa4_reasons=("hidden",)), Route.FLEX_TRITON),
@@ -295,23 +300,50 @@ CPU = replace(GPU, attention=replace(GPU.attention, device_type="cpu", capabilit
         (replace(GPU, attention=replace(GPU.attention, dtype="float32")), Route.FLEX_TRITON),
         (CPU, Route.EAGER),
         (replace(CPU, needs_grad=False), Route.BLASST),
+        (replace(CPU, needs_grad=False, compiling=True), Route.EAGER),
         (replace(CPU, attention=replace(CPU.attention, head_dim=48)), Route.EAGER),
     ],
 )
 def test_auto(problem: RouteProblem, route: Route) -> None:
-    assert routes.choose(problem, "auto", REPORTED).route is route
+    assert routes.choose(problem, "auto", MEASURED).route is route
 
 
 def test_crossover_is_data(tmp_path: Path) -> None:
     table = tmp_path / "masks.json"
-    row = {"needs_grad": True, "major": 10, "tokens": 2048}
-    table.write_text(json.dumps({"crossover": [row]}))
+    rows = [
+        {"route": "flex-fa4", "needs_grad": True, "major": 10, "tokens": 2048},
+        {"route": "blasst", "needs_grad": False, "major": 9, "tokens": 512},
+    ]
+    table.write_text(json.dumps({"crossover": rows}))
     loaded = Crossover.load(table)
     assert routes.choose(BLACKWELL, "auto", loaded).route is Route.FLEX_FA4
     assert routes.choose(GPU, "auto", loaded).route is Route.FLEX_TRITON
+    short = replace(GPU, needs_grad=False, seqlen=512)
+    assert routes.choose(short, "auto", loaded).route is Route.BLASST
+    assert routes.choose(replace(short, seqlen=511), "auto", loaded).route is Route.FLEX_TRITON
     table.write_text("{}")
     with pytest.raises(InvalidInputError, match="blasst bench masks"):
         Crossover.load(table)
+
+
+def test_auto_says_once_what_runs_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    table = Crossover({("blasst", False, 9): 4096}, "a table")
+    inference = replace(GPU, needs_grad=False)
+    routes._log.cache_clear()
+    with caplog.at_level("INFO", logger="blasst.kernels"):
+        for _ in range(2):
+            routes.choose(inference, "auto", table)
+            routes.choose(inference, "flex-triton", table)
+        hidden = replace(inference, attention=replace(inference.attention, head_dim=48))
+        assert routes.choose(hidden, "auto", table).route is Route.FLEX_TRITON
+    said = [r.message for r in caplog.records if "masked" in r.message]
+    assert said[0] == (
+        "masked attention runs on blasst: faster from 4096 tokens on in inference (a table)"
+    )
+    assert len(said) == 2
+    assert "runs on flex-triton: no faster route" in said[1]
+    assert "not blasst: " in said[1]
+    assert "head_dim 48" in said[1]
 
 
 STRICT = replace(GPU, determinism="strict")
@@ -334,18 +366,19 @@ VOTE = replace(GPU, attention=replace(GPU.attention, vote=True))
         (GPU, "blasst", "no backward"),
         (VOTE, "flex-triton", "skip_lambda"),
         (VOTE, "auto", "no backward"),
+        (replace(CPU, needs_grad=False, seqlen_k=16383), "blasst", "16384 query rows and 16383"),
         (replace(GPU, attention=replace(GPU.attention, capability=(8, 0))), "fa4", "8.0"),
         (replace(GPU, fa4_reasons=("pip uninstall flash-attn",)), "fa4", "pip uninstall"),
     ],
 )
 def test_refusals(problem: RouteProblem, impl: str, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
-        routes.choose(problem, impl, REPORTED)
+        routes.choose(problem, impl, MEASURED)
 
 
 def test_blackwell_orders_dq_when_asked_to() -> None:
     strict = replace(BLACKWELL, determinism="strict")
-    assert routes.choose(strict, "fa4", REPORTED).route is Route.FA4
+    assert routes.choose(strict, "fa4", MEASURED).route is Route.FA4
     assert routes.needs_write_order(strict)
     assert not routes.needs_write_order(replace(strict, needs_grad=False))
     assert not routes.needs_write_order(BLACKWELL)
@@ -388,6 +421,16 @@ def test_wrong_inputs(change: Any, text: str) -> None:
         masked_attention(*tensors(0, mask, (4, 2), 16, torch.float32), mask, lane="fast")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="flex-triton"):
         masked_attention(*tensors(0, mask, (4, 2), 16, torch.float32), mask, impl="flash")
+    with pytest.raises(InvalidInputError, match="softmax_scale nan"):
+        masked_attention(
+            *tensors(0, mask, (4, 2), 16, torch.float32), mask, softmax_scale=float("nan")
+        )
+    for options, said in (
+        (Options(skip_lambda=1.5), r"skip_lambda\[0\]"),
+        (Options(skip_lambda=0.5, counters=torch.zeros(3, 2, dtype=torch.int64)), "counters"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            masked_attention(*tensors(0, mask, (4, 2), 64, torch.float32), mask, options=options)
 
 
 def test_warn_only_says_so_on_a_throughput_route(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,15 +448,30 @@ def test_warn_only_says_so_on_a_throughput_route(monkeypatch: pytest.MonkeyPatch
 
 
 def test_masked_attention_inside_a_compiled_model() -> None:
-    """A graph break, not an error: the mask stays a Python object."""
+    """A graph break, not an error: the mask stays a Python object. No kernel of ours is traced."""
     mask = bind(MASKS["shared prefix"], segments(0, 1, 40))
-    q, k, v = tensors(0, mask, (2, 2), 16, torch.float32)
+    q, k, v = tensors(0, mask, (2, 2), 64, torch.float32)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return masked_attention(q * 2, k, v, mask, impl="eager") + 1
+        return masked_attention(q * 2, k, v, mask) + 1
 
     compiled = torch.compile(layer, backend="eager")
-    torch.testing.assert_close(compiled(q, k, v), layer(q, k, v))
+    for inputs in ((q, k, v), (q.requires_grad_(), k, v)):
+        out, expected = compiled(*inputs), layer(*inputs)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_our_kernel_on_a_shard_of_the_queries(order: Order) -> None:
+    """Its query positions count in keys; a shard's mask counts its own rows."""
+    whole = bind(MASKS["shared prefix"], segments(4, 2, 384))
+    for rank in range(2):
+        mask = shard_mask(whole, Shard(rank, 2, order))
+        q, k, v = tensors(5, mask, (4, 2), 64, torch.float32)
+        out, lse = run(q, k, v, mask, "blasst")
+        expected, expected_lse = run(q, k, v, mask, "eager")
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=0)
 
 
 def test_shared_prefix_costs_fewer_blocks_than_causal() -> None:
