@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -102,14 +103,15 @@ class TinyLlama(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
-        frequencies = 10000.0 ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
-        self.register_buffer("frequencies", frequencies)
+        self.head_dim = config.head_dim
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: AttentionMask
     ) -> torch.Tensor:
         x = self.embedding(input_ids)
-        angles = position_ids[..., None, None] * self.frequencies
+        # Of the whole model's dtype, positions of a long prefix would be rounded.
+        halves = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=x.device)
+        angles = position_ids[..., None, None] * 10000.0 ** -(halves / self.head_dim)
         for block in self.blocks:
             x = block(x, angles, mask)
         return self.norm(x)
@@ -269,7 +271,8 @@ def train(
 
 def run_same(args: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
-    model = TinyLlama(Config()).to(args.device, getattr(torch, args.dtype))
+    config = Config(128, args.layers, args.dim, args.heads, max(1, args.heads // 2))
+    model = TinyLlama(config).to(args.device, getattr(torch, args.dtype))
     rng = random.Random(0)
     prefix = [rng.randrange(1, 128) for _ in range(args.prefix)]
     suffixes = [
@@ -377,6 +380,7 @@ def run_history(args: argparse.Namespace) -> dict[str, object]:
                     "seconds": seconds,
                 }
             )
+            print(rows[-1], file=sys.stderr, flush=True)
     return {"history": rows}
 
 
@@ -385,6 +389,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, object]:
     parser.add_argument("what", choices=["same", "train", "history"])
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", default="float64", help="of `same` (default: float64)")
+    parser.add_argument("--layers", type=int, default=2, help="of `same` (default: 2)")
+    parser.add_argument("--dim", type=int, default=64, help="of `same` (default: 64)")
+    parser.add_argument("--heads", type=int, default=4, help="of `same`; half for k, v (4)")
     parser.add_argument("--prefix", type=int, default=512, help="tokens (default: 512)")
     parser.add_argument("--suffix", type=int, default=64, help="tokens (default: 64)")
     parser.add_argument("--suffixes", type=int, default=8, help="how many (default: 8)")

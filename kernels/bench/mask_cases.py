@@ -12,6 +12,7 @@ import torch
 from blasst.kernels.masks import bind, causal, document, shared_prefix, strip_history_thinking
 from blasst.kernels.masks.bound import AttentionMask
 from blasst.kernels.masks.expr import Mask
+from blasst.kernels.masks.fa4 import load_fa4
 from blasst.kernels.masks.mods import Role
 from blasst.kernels.masks.routes import masked_attention
 from blasst.kernels.masks.segments import Segments
@@ -23,6 +24,8 @@ MASKS: dict[str, Mask] = {
 }
 ROUTES = ("fa4", "flex-fa4", "flex-triton")
 FORWARD_ONLY = "blasst"
+CAUSAL_ONLY = ("sdpa-causal", "fa4-causal")
+"""Kernels for causality without a mask: what the mask's generality costs."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Run = Callable[[], object]
 
@@ -88,14 +91,19 @@ def inputs(case: Case, seed: int = 0) -> tuple[Tensors, torch.Tensor]:
 
 
 def attend(route: str, mask: AttentionMask) -> Callable[..., torch.Tensor]:
-    """(q, k, v) -> out of a route, or of torch's attention with the dense mask ("sdpa")."""
-    if route != "sdpa":
+    """(q, k, v) -> out of a route; of torch's attention with the dense mask ("sdpa"); or of torch's
+    or FlashAttention-4's own causal kernel, without a mask ("sdpa-causal", "fa4-causal")."""
+    if route == "fa4-causal":
+        return lambda q, k, v: load_fa4().interface.flash_attn_func(q, k, v, causal=True)[0]
+    if not route.startswith("sdpa"):
         return lambda q, k, v: masked_attention(q, k, v, mask, impl=route)
-    dense = mask.dense()[:, None]
+    dense = mask.dense()[:, None] if route == "sdpa" else None
 
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=dense, is_causal=dense is None
+        )
         return out.transpose(1, 2)
 
     return sdpa

@@ -85,7 +85,10 @@ def contest(plan: Plan, name: str, tokens: int) -> Contest:
     mask = cases.bound(case)
     qkv, grad = cases.inputs(case)
     found = Contest(name, tokens, mask.lists(Geometry()).sparsity, {}, {}, {})
-    for route in (*plan.routes, *(("sdpa",) if tokens <= ERROR_TOKENS else ())):
+    routes = [*plan.routes, *(("sdpa",) if tokens <= ERROR_TOKENS else ())]
+    if name == "causal":
+        routes += cases.CAUSAL_ONLY[: None if plan.device == "cuda" else 1]
+    for route in routes:
         function = cases.attend(route, mask)
         found.forward[route] = cases.forward(function, qkv)
         why = refusal(found.forward[route])

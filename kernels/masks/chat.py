@@ -97,8 +97,13 @@ def shared_prefix_sample(
 
     align: suffixes start at multiples of it (128 = a block border), for fewer partial blocks.
     """
-    if not prefix or not all(suffixes):
-        raise InvalidInputError(["the prefix and every suffix need at least one token"])
+    if not prefix or not suffixes or not all(suffixes):
+        raise InvalidInputError(
+            [
+                f"{len(prefix)} tokens of prefix and suffixes of {[len(s) for s in suffixes]}: the "
+                "prefix, and one suffix or more, need at least one token each"
+            ]
+        )
     first = Piece(tuple(prefix), loss=prefix_loss)
     rest = [
         Piece(tuple(s), segment=i, position=len(prefix), loss=True, role=Role.ANSWER, after=0)

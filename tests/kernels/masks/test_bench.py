@@ -30,7 +30,8 @@ def test_rows_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert list(found["sections"]) == chosen
     assert all(found["sections"][name] for name in chosen)
     speed = found["sections"]["speed"]
-    assert {row["route"] for row in speed} == {"eager", "blasst", "sdpa"}
+    assert {row["route"] for row in speed} == {"eager", "blasst", "sdpa", "sdpa-causal"}
+    assert {row["mask"] for row in speed if row["route"] == "sdpa-causal"} == {"causal"}
     assert all(row["forward_ms"] > 0 for row in speed)
     assert all((row["both_ms"] or 0) > 0 or row["route"] == "blasst" for row in speed)
     errors = found["sections"]["errors"]

@@ -50,9 +50,13 @@ def test_training_learns_and_holds_its_masks(example: Any) -> None:
     assert result["mask_hits"] == 16
 
 
-def test_history_is_judged_as_inference_runs(example: Any) -> None:
+def test_history_is_judged_as_inference_runs(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--steps", "2", "--seeds", "1", "--turns", "2", "--chats", "2"]
     rows = example.main(["history", *arguments])["history"]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [str(row) for row in rows]
     assert [row["way"] for row in rows] == ["exact", "mask", "mask, positions of inference"]
     assert rows[0]["tokens"] > rows[1]["tokens"] == rows[2]["tokens"] > 0
     assert all(0 < row["loss_at_inference"] < 10 for row in rows)

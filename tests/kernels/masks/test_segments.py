@@ -81,6 +81,7 @@ def test_rows_fill_in_order_and_samples_keep_to_themselves() -> None:
         (lambda: pack([shared_prefix_sample([1], [[2]])], seqlen=9, pad_to_multiple_of=4), "9"),
         (lambda: shared_prefix_sample([], [[1]]), "at least one token"),
         (lambda: shared_prefix_sample([1], [[]]), "at least one token"),
+        (lambda: shared_prefix_sample([1], []), r"1 tokens of prefix and suffixes of \[\]"),
         (lambda: conversation([], characters), "no tokens"),
         (lambda: conversation([{"role": "user"}], characters), "message 1 needs text as content"),
         (lambda: conversation([], characters, strip="both"), '"mask" or "exact"'),  # type: ignore[arg-type]
