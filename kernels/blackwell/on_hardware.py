@@ -17,7 +17,7 @@ import torch
 
 from blasst.kernels.blackwell.config import Config
 from blasst.kernels.blackwell.launch import prefill
-from blasst.kernels.blackwell.proof import DENSE, SKIP_RATES, VOTING, parts
+from blasst.kernels.blackwell.problems import DENSE, SKIP_RATES, VOTING, parts
 from blasst.kernels.cute.host import Inputs
 from blasst.kernels.instruments.record import Recording, reads_of
 from blasst.kernels.instruments.steps import STEPS

@@ -1,191 +1,209 @@
-"""The proof as data: which builds run which problems, and under how many schedules.
+"""The proof: executes the PTX of every build on its problems, and compares with the oracle.
 
-python -m blasst.kernels.blackwell.proof [--part NAME] [--seeds N] executes the PTX and compares
-every output with the oracle.
+python -m blasst.kernels.blackwell.proof [--part NAME] [--seeds N] [--workers N] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
+import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from blasst.kernels.blackwell.config import CROSS, Config
+from blasst.kernels.blackwell.config import ROWS, Config
+from blasst.kernels.blackwell.problems import Part, parts
+from blasst.kernels.verify.build import build
 from blasst.kernels.verify.plans import missing
 from blasst.kernels.verify.subject import Workbench
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
-from blasst.kernels.verify.subjects.masks import MASKS
+from blasst.kernels.verify.witness import fingerprint
+from blasst.kernels.verify.workers import Ledger, add_options, spread
 
-VOTING = Config("bfloat16", 128, True, 0, True, True)
-MAGS = (14000, 10000, 7000, 4500, 2500, 1500, 1000)
-SKIP_RATES = (0.0, 0.51, 0.76, 0.89, 0.95)
-KEY_TILES = (1, 2, 5, 8)
-DIVERSE = 6  # seed of inputs whose skips differ between almost all mags
-# A tile without rows for several visits and a last visit with a mask; warps that disagree on a
-# block with a mask, in both tiles.
-CORNERS = (
-    Shape(((100, 300), (300, 200)), num_heads=1),
-    Shape(((256, 544),), mag=1000, seed=55),
-)
-MASKED_EDGES = ((256, 640), (130, 300), (5, 5), (0, 7), (257, 384))
-EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (3, 0), (1, 1), (129, 300), (255, 257))
+CHUNK = 256  # blocks of 128 x 128 that one task computes at most, times schedules: seconds
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One build and its problems. seeds: schedules of each; all must give the same bits."""
+class Task:
+    """Some schedules of one problem."""
 
-    name: str
-    config: Config
-    shapes: tuple[Shape, ...]
-    seeds: int = 4
-
-
-def _square(tiles: int, queries: int = 256) -> tuple[tuple[int, int], ...]:
-    return ((min(queries, tiles * 128), tiles * 128),)
-
-
-def parts() -> list[Part]:
-    """Everything that is proved, cheapest first."""
-    tiles = tuple(Shape(_square(n), num_heads=1) for n in KEY_TILES)
-    edges = Shape(EDGES)
-    mags = tuple(Shape(((256, 1024),), mag=mag, seed=DIVERSE) for mag in MAGS)
-    dialled = tuple(Shape(((256, 2560),), skip_rate=rate) for rate in SKIP_RATES)
-    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2)
-    found = [
-        Part("dense, not causal", replace(DENSE, causal=False), (*tiles, edges)),
-        Part("dense, causal", DENSE, (*tiles, edges)),
-        Part("vote", VOTING, (*tiles, edges, *CORNERS, heads, *mags, *dialled)),
-        Part("vote, own P", replace(VOTING, cross_p=False), (*tiles, edges, *mags, *dialled)),
-        Part("vote, not causal", replace(VOTING, causal=False), (*tiles, edges, *mags)),
-        Part("long", VOTING, (Shape(((256, 63 * 128),), num_heads=1, skip_rate=0.5),), 1),
-        Part("schedules", VOTING, (Shape(((256, 640),), mag=2500, seed=DIVERSE),), 200),
-        Part("schedules, dense", DENSE, (Shape(((256, 640),), num_heads=1),), 200),
-        Part(
-            "schedules, own P",
-            replace(VOTING, cross_p=False),
-            (Shape(((256, 640),), mag=2500, seed=DIVERSE),),
-            200,
-        ),
-    ]
-    for head_dim, dtype, page in itertools.product(
-        (64, 128), ("bfloat16", "float16"), (0, 16, 64, 128)
-    ):
-        config = replace(VOTING, head_dim=head_dim, dtype=dtype, page_size=page)
-        found.append(Part(f"head_dim {head_dim}, {dtype}, pages of {page}", config, (edges,), 3))
-    for buffered in itertools.product((0, 1, 4), (0, 2, 4)):
-        config = replace(VOTING, schedule=replace(CROSS, buffered=buffered))
-        shapes = (Shape(((256, 640),), mag=2500, seed=DIVERSE),)
-        found.append(Part(f"{buffered[0]} and {buffered[1]} quarters buffered", config, shapes, 8))
-    for page in (48, 256):
-        found.append(Part(f"pages of {page}", replace(VOTING, page_size=page), (edges,), 3))
-    return found + masked_parts() + staying_parts()
-
-
-def masked_parts() -> list[Part]:
-    """Block masks: every mask at a common lambda, at one that skips much, and at 0."""
-    every = tuple(
-        Shape(MASKED_EDGES, mask=mask, mag=mag) for mask in MASKS for mag in (None, 500.0, math.inf)
-    )
-    dense = tuple(Shape(MASKED_EDGES, mask=mask) for mask in MASKS)
-    paged = replace(MASKED, page_size=16, head_dim=64, dtype="float16", causal=False)
-    one = (Shape(((256, 640), (130, 300)), mask="blind rows", mag=500.0),)
-    return [
-        Part("masks", MASKED, every),
-        Part("masks, own P", replace(MASKED, cross_p=False), every),
-        Part("masks, dense", replace(MASKED, vote=False, count=False), dense),
-        Part("masks, not causal, head_dim 64, float16, pages of 16", paged, every),
-        Part("masks, pages of 128", replace(MASKED, page_size=128), dense, 2),
-        Part("schedules, masks", MASKED, one, 200),
-    ]
-
-
-def staying_parts() -> list[Part]:
-    """Thread blocks that stay: phases go on from one item to the next, some without visits."""
-    edges = Shape(EDGES)
-    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2)
-    mag = Shape(((512, 640), (130, 300)), mag=2500, seed=DIVERSE)
-    masked = tuple(Shape(MASKED_EDGES, mask=mask) for mask in ("blind rows", "blind tiles"))
-    paged = replace(STAYING, page_size=16, head_dim=64, dtype="float16", causal=False)
-    return [
-        Part("staying", STAYING, (edges, heads, mag)),
-        Part("staying, own P", replace(STAYING, cross_p=False, grid=1), (edges, heads, mag)),
-        Part("staying, dense", replace(STAYING, vote=False, count=False), (edges,)),
-        Part("staying, pages of 16", paged, (edges, mag)),
-        Part("staying, masks", replace(STAYING, block_mask=True), masked),
-        Part("schedules, staying", STAYING, (Shape(((512, 640), (130, 300)), num_heads=1),), 200),
-    ]
-
-
-DENSE = replace(VOTING, vote=False, count=False)
-STAYING = replace(VOTING, grid=2)
-MASKED = replace(VOTING, block_mask=True)
+    part: Part
+    shape: Shape
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one problem: wrong holds what was found; digests: the outputs' bits, one a schedule."""
+    """Of one problem: wrong holds what was found; digests: the outputs' bits, one a schedule.
+
+    wanted: schedules that were asked for; ptx: fingerprint of the kernel that ran.
+    """
 
     part: str
     case: str
+    ptx: str
+    wanted: int
     schedules: int
     digests: frozenset[str]
     wrong: tuple[str, ...]
     seconds: float
 
     @property
+    def whole(self) -> bool:
+        return self.schedules >= self.wanted
+
+    @property
     def ok(self) -> bool:
-        return not self.wrong and len(self.digests) == 1
+        return self.whole and not self.wrong and len(self.digests) == 1
 
     def __str__(self) -> str:
-        state = (
-            "ok" if self.ok else f"WRONG, {len(self.digests)} outputs: {'; '.join(self.wrong[:3])}"
-        )
+        state = "ok" if self.whole else f"ok so far, {self.wanted} are wanted"
+        if self.wrong or len(self.digests) > 1:
+            state = f"WRONG, {len(self.digests)} outputs: {'; '.join(self.wrong[:3])}"
         return (
             f"{self.part}: {self.case}: {self.schedules} schedules in {self.seconds:.1f} s: {state}"
         )
 
 
-def prove(part: Part, seeds: int | None = None) -> Iterator[Outcome]:
-    """Each problem of the part under its schedules, with race detection."""
-    bench = Workbench(blackwell.subject(part.config))
-    for shape in part.shapes:
-        case = blackwell.case(part.config, shape)
-        started = time.perf_counter()
-        count = part.seeds if seeds is None else min(seeds, part.seeds)
-        digests, wrong = set(), []
-        for seed in range(count):
-            verdict = bench.run(case, seed=seed)
-            digests.add(verdict.digest)
-            wrong += [f"schedule {seed}: {line}" for line in verdict.describe()]
-        seconds = time.perf_counter() - started
-        yield Outcome(part.name, case.name, count, frozenset(digests), tuple(wrong), seconds)
+@functools.lru_cache(maxsize=2)
+def _bench(config: Config) -> Workbench:
+    return Workbench(blackwell.subject(config))
+
+
+def compiled(config: Config) -> tuple[Config, str]:
+    """The config and the fingerprint of its PTX; the build is in the cache afterwards."""
+    return config, fingerprint(build(blackwell.subject(config).recipe))
+
+
+def run(task: Task) -> Row:
+    """The task's schedules, with race detection."""
+    bench = _bench(task.part.config)
+    case = blackwell.case(task.part.config, task.shape)
+    started = time.perf_counter()
+    digests, wrong = set(), []
+    for seed in task.seeds:
+        verdict = bench.run(case, seed=seed)
+        digests.add(verdict.digest)
+        wrong += [f"schedule {seed}: {line}" for line in verdict.describe()]
+    return {
+        "part": task.part.name, "case": case.name, "ptx": fingerprint(bench.artifact),
+        "seeds": task.seeds, "digests": sorted(digests), "wrong": wrong,
+        "seconds": round(time.perf_counter() - started, 3),
+    }  # fmt: skip
+
+
+def cost(shape: Shape) -> int:
+    """Blocks of the whole problem, causality and skips aside."""
+    blocks = sum(-(-q // ROWS) * -(-k // ROWS) for q, k in shape.seqlens)
+    return max(1, blocks * shape.num_heads)
+
+
+class Proof:
+    """Which schedules of which problems are wanted, and what is known of them.
+
+    kernels: fingerprints. rows: what ran before; those of other kernels are passed over. seeds:
+    schedules of each problem, None = what each part asks for.
+    """
+
+    def __init__(
+        self,
+        chosen: Sequence[Part],
+        kernels: dict[Config, str],
+        rows: Iterable[Row],
+        seeds: int | None = None,
+    ) -> None:
+        self.chosen, self.kernels, self.seeds = chosen, kernels, seeds
+        self.rows: dict[tuple[str, str, str], list[Row]] = {}
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        self.rows.setdefault((row["part"], row["case"], row["ptx"]), []).append(row)
+
+    def wanted(self, part: Part) -> int:
+        return part.seeds if self.seeds is None else self.seeds
+
+    def _rows(self, part: Part, case: str) -> list[Row]:
+        return self.rows.get((part.name, case, self.kernels[part.config]), [])
+
+    def outcome(self, part: Part, case: str) -> Outcome:
+        """Of what has run so far."""
+        rows = self._rows(part, case)
+        return Outcome(
+            part.name, case, self.kernels[part.config], self.wanted(part),
+            len({seed for r in rows for seed in r["seeds"]}),
+            frozenset(digest for r in rows for digest in r["digests"]),
+            tuple(line for r in rows for line in r["wrong"]),
+            sum(r["seconds"] for r in rows),
+        )  # fmt: skip
+
+    def outcomes(self) -> Iterator[Outcome]:
+        for part in self.chosen:
+            for shape in part.shapes:
+                yield self.outcome(part, blackwell.case(part.config, shape).name)
+
+    def tasks(self) -> Iterator[Task]:
+        """What has not run, in pieces of a few seconds."""
+        for part in self.chosen:
+            for shape in part.shapes:
+                case = blackwell.case(part.config, shape)
+                ran = {seed for r in self._rows(part, case.name) for seed in r["seeds"]}
+                left = [seed for seed in range(self.wanted(part)) if seed not in ran]
+                size = max(1, CHUNK // cost(shape))
+                for at in range(0, len(left), size):
+                    yield Task(part, shape, tuple(left[at : at + size]))
+
+
+def table(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """A row of Markdown for each part."""
+    yield "| part | PTX | problems | schedules | wrong, racing, deadlocked or not bit-equal |"
+    yield "|---|---|--:|--:|--:|"
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.part, []).append(outcome)
+    for name, group in found.items():
+        bad = sum(not o.ok for o in group)
+        ran = sum(o.schedules for o in group)
+        yield f"| {name} | {group[0].ptx[:16]} | {len(group)} | {ran} | {bad} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: every problem is right under every schedule; 1: not."""
+    """Exit code 0: every problem is right under every schedule; 1: not, or not finished."""
     parser = argparse.ArgumentParser(prog="python -m blasst.kernels.blackwell.proof")
     parser.add_argument("--part", default="", help="only parts whose names hold this")
     parser.add_argument(
-        "--seeds", type=int, help="schedules of each problem, at most (default: all)"
+        "--seeds", type=int, help="schedules of each problem (default: what each part asks for)"
     )
+    add_options(parser)
     options = parser.parse_args(arguments)
+    if options.seeds is not None and options.seeds < 1:
+        parser.error(f"--seeds {options.seeds} must be at least 1")
     reason = missing("sm100")
     if reason is not None:
         parser.error(reason)
-    failed = 0
-    for part in parts():
-        if options.part in part.name:
-            for outcome in prove(part, options.seeds):
-                print(outcome, flush=True)
-                failed += not outcome.ok
-    print(f"{failed} wrong" if failed else "all right")
-    return int(failed > 0)
+    started = time.monotonic()
+    chosen = [part for part in parts() if options.part in part.name]
+    ledger = Ledger(options.out)
+    configs = list(dict.fromkeys(part.config for part in chosen))
+    kernels = dict(spread(compiled, configs, options.workers))
+    proof = Proof(chosen, kernels, ledger.rows, options.seeds)
+    named = {part.name: part for part in chosen}
+    limit = options.limit - (time.monotonic() - started)
+    for row in spread(run, list(proof.tasks()), options.workers, limit):
+        ledger.add(row)
+        proof.add(row)
+        outcome = proof.outcome(named[row["part"]], row["case"])
+        if outcome.whole or outcome.wrong:
+            print(outcome, flush=True)
+    outcomes = list(proof.outcomes())
+    print("\n".join(table(outcomes)))
+    bad = [o for o in outcomes if not o.ok]
+    print(f"{len(bad)} wrong or not finished" if bad else "all right")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

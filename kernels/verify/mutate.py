@@ -45,6 +45,46 @@ def candidates(instructions: Sequence[Instruction]) -> list[Instruction]:
     return [ins for ins in instructions if ins.opcode.startswith(kinds)]
 
 
+class Mutator:
+    """A kernel and cases that it is right on; `mutant` leaves one instruction out.
+
+    Raises ValueError for a case that fails without a mutation.
+    """
+
+    def __init__(self, bench: Workbench, cases: Sequence[Case], seeds: Sequence[int] = (0,)):
+        self.bench, self.cases, self.seeds = bench, cases, seeds
+        self.evidence = Evidence()
+        self.reached = np.zeros(len(bench.program.instructions) + 1, np.int64)
+        for case in cases:
+            verdict = bench.run(case, seed=seeds[0], evidence=self.evidence)
+            if not verdict.ok:
+                raise ValueError(f"{case.name} fails without a mutation: {verdict.describe()}")
+            self.reached += verdict.run.findings.executed
+        self.candidates = candidates(bench.program.instructions)
+
+    def mutant(self, number: int) -> Mutant:
+        """Of the candidate of this number."""
+        ins = self.candidates[number]
+        if not self.reached[ins.index]:
+            return Mutant(ins, "", "not reached: no case executes it")
+        step = self.bench.program.step(ins.index)
+        kept = step.body
+        step.body = _neutral(self.bench, ins, step)
+        try:
+            caught = self._try(self.seeds) or self._try(SECOND)
+        finally:
+            step.body = kept
+        return Mutant(ins, caught, "" if caught else explain(ins, self.evidence.notes[ins.index]))
+
+    def _try(self, seeds: Sequence[int]) -> str:
+        for case in self.cases:
+            for seed in seeds:
+                found = classify(self.bench.run(case, seed=seed))
+                if found:
+                    return found
+        return ""
+
+
 def mutants(
     bench: Workbench,
     cases: Sequence[Case],
@@ -53,36 +93,10 @@ def mutants(
     chosen: Callable[[int], bool] = lambda index: True,
 ) -> Iterator[Mutant]:
     """One result per instruction. chosen: which of the candidates, by their number."""
-    evidence = Evidence()
-    reached = np.zeros(len(bench.program.instructions) + 1, np.int64)
-    for case in cases:
-        verdict = bench.run(case, seed=seeds[0], evidence=evidence)
-        if not verdict.ok:
-            raise ValueError(f"{case.name} fails without a mutation: {verdict.describe()}")
-        reached += verdict.run.findings.executed
-    for number, ins in enumerate(candidates(bench.program.instructions)):
-        if not chosen(number):
-            continue
-        if not reached[ins.index]:
-            yield Mutant(ins, "", "not reached: no case executes it")
-            continue
-        step = bench.program.step(ins.index)
-        kept = step.body
-        step.body = _neutral(bench, ins, step)
-        try:
-            caught = _try(bench, cases, seeds) or _try(bench, cases, SECOND)
-        finally:
-            step.body = kept
-        yield Mutant(ins, caught, "" if caught else explain(ins, evidence.notes[ins.index]))
-
-
-def _try(bench: Workbench, cases: Sequence[Case], seeds: Sequence[int]) -> str:
-    for case in cases:
-        for seed in seeds:
-            found = classify(bench.run(case, seed=seed))
-            if found:
-                return found
-    return ""
+    mutator = Mutator(bench, cases, seeds)
+    for number in range(len(mutator.candidates)):
+        if chosen(number):
+            yield mutator.mutant(number)
 
 
 def classify(verdict: Verdict) -> str:

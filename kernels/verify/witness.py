@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import shutil
@@ -19,6 +20,7 @@ from blasst.kernels.verify.errors import ToolError
 _SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.M)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 SPILLS = ("LDL", "STL")
+NOT_CODE = (".loc", ".file", "//")
 NAMES_ONLY = (".strtab", ".shstrtab", ".symtab", ".note")
 
 
@@ -148,6 +150,14 @@ def differences(a: Artifact, b: Artifact) -> list[str]:
         if sections[0].get(name) != sections[1].get(name):
             found.append(f"cubin section {name} differs")
     return found
+
+
+def fingerprint(artifact: Artifact) -> str:
+    """SHA-256 of the PTX without its symbol, source lines and comments, which change no machine
+    code: equal for a build that is executed here and one that ships."""
+    lines = (line.strip() for line in _without_name(artifact.ptx, artifact.module.name).split("\n"))
+    kept = [line for line in lines if line and not line.startswith(NOT_CODE)]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
 def _without_name(text: str, symbol: str) -> str:

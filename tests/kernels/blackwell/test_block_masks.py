@@ -16,7 +16,7 @@ import blasst.kernels.blackwell
 from blasst.kernels import cpu_torch
 from blasst.kernels.blackwell import launch
 from blasst.kernels.blackwell.config import ROWS, TILES, Config
-from blasst.kernels.blackwell.proof import MASKED, masked_parts
+from blasst.kernels.blackwell.problems import MASKED, masked_parts
 from blasst.kernels.block_lists import ALL, NONE, WORD, group_lists
 from blasst.kernels.call import Call, check_call
 from blasst.kernels.reference import run_reference

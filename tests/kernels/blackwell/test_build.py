@@ -12,7 +12,7 @@ import torch
 
 import blasst.kernels
 from blasst.kernels.blackwell.config import CROSS, Config
-from blasst.kernels.blackwell.proof import DENSE, MASKED, VOTING
+from blasst.kernels.blackwell.problems import DENSE, MASKED, VOTING
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
 from blasst.kernels.blackwell.edges import EDGES

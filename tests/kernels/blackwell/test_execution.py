@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from blasst.kernels.blackwell.config import CROSS, Config
-from blasst.kernels.blackwell.proof import CORNERS, DENSE, DIVERSE, EDGES, VOTING, Part, parts
+from blasst.kernels.blackwell.problems import CORNERS, DENSE, DIVERSE, EDGES, VOTING, Part, parts
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from blasst.kernels.blackwell.config import Config
-from blasst.kernels.blackwell.proof import DIVERSE, EDGES, STAYING, VOTING
+from blasst.kernels.blackwell.problems import DIVERSE, EDGES, STAYING, VOTING
 from blasst.kernels.verify.subjects import blackwell
 from blasst.kernels.verify.subjects.attention import Shape
 

@@ -14,7 +14,7 @@ from blasst.kernels.verify.ablate import ablate
 from blasst.kernels.verify.build import Artifact, build, compile_in_process
 from blasst.kernels.verify.errors import ToolError
 from blasst.kernels.verify.subjects import hopper
-from blasst.kernels.verify.witness import differences, find_tool, witness
+from blasst.kernels.verify.witness import differences, find_tool, fingerprint, witness
 
 DENSE = Config("bfloat16", 128, True, 0, False, False)
 ROOT = Path(blasst.kernels.__file__).parent
@@ -78,6 +78,7 @@ def test_lines_change_nothing_but_line_directives(dense: Artifact) -> None:
     assert [str(i) for i in lined.module.instructions] == [
         str(i) for i in dense.module.instructions
     ]
+    assert fingerprint(lined) == fingerprint(dense)
 
 
 def test_differences_are_found(dense: Artifact) -> None:
@@ -91,5 +92,6 @@ def test_differences_are_found(dense: Artifact) -> None:
         raw[len(raw) // 2] ^= 1
         (other.folder / "kernel.cubin").write_bytes(raw)
         found = differences(dense, other)
+        assert fingerprint(dense) != fingerprint(other)
     assert any(line.startswith("PTX differs from line") for line in found)
     assert any("cubin section" in line for line in found)
