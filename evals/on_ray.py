@@ -91,6 +91,11 @@ def run_on_ray(
         def work(number: int, group: Group) -> None:
             done = frozenset(r["key"] for r in store.records if "key" in r)
             records = ray.get(remote.remote(endpoints[number], group, options, name, done))
+            if any(record["fingerprint"] != runner.fingerprint for record in records):
+                raise InputError(
+                    f"{endpoints[number].url} serves another model, version or setting than "
+                    f"{first.url}; one sweep needs equal servers"
+                )
             for record in records:
                 store.append(record)
                 progress.step(f"{group.task} at {group.length}")

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install blasst with the CPU builds of torch and vLLM into a virtual environment, from the lock.
 #   deploy/cpu/install.sh VENV [device]   (run again at any time: it stops early when all is current)
-# "device" adds what the tests of device code need: compilers for GPUs, 1.3 GB. A CPU serves without.
+# "device" adds what only tests need: compilers for GPUs, 1.3 GB, and Ray. A CPU serves without.
 set -eu
 
 usage='usage: install.sh VENV [device]'
@@ -58,6 +58,8 @@ install_base() {
 install_device() {
     say "compilers and disassemblers for device code ($(grep -c == "$here/device.txt") packages)"
     pip install -q --no-deps -r "$here/device.txt"
+    rm -rf "$venv/ray"
+    pip install -q --no-deps --target "$venv/ray" -r "$here/ray.txt"
     printf '%s' "$device_stamp" >"$venv/.blasst-device-stamp"
 }
 
@@ -67,7 +69,7 @@ if [ "$(cat "$venv/.blasst-stamp" 2>/dev/null)" != "$stamp" ]; then
     install_base
 fi
 if [ "${2:-}" = device ]; then
-    device_stamp=$(stamp_of "$here/device.txt")
+    device_stamp=$(stamp_of "$here/device.txt" "$here/ray.txt")
     if [ "$(cat "$venv/.blasst-device-stamp" 2>/dev/null)" != "$device_stamp" ]; then
         install_device
     fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -121,24 +122,65 @@ def test_a_group_measured_far_away_gives_the_same_records(
     assert measure_group(endpoint, plan.groups()[0], options, None, done) == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not here")
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A Ray cluster of this machine. Its package is installed beside the environment, where no
+    engine imports it, or in it."""
+    apart = Path(sys.prefix) / "ray"
+    with pytest.MonkeyPatch.context() as patch:
+        if (apart / "ray").is_dir():
+            patch.syspath_prepend(apart)
+            patch.setenv("PYTHONPATH", str(apart))
+        if importlib.util.find_spec("ray") is None:
+            pytest.skip(f"the package ray is neither installed nor in {apart}")
+        import ray
+
+        ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)
+        try:
+            yield ray.get_runtime_context().gcs_address
+        finally:
+            ray.shutdown()
+
+
+def on_ray(urls: Urls, plan: Plan, path: Path) -> int:
+    options = RunOptions(settle_s=0.5, concurrency=2)
+    with ResultStore(path) as store:
+        endpoints = [Endpoint(url, url) for url in urls]
+        return run_on_ray(endpoints, plan, store, options, Progress(0, quiet=True))
+
+
 def test_on_a_ray_cluster_of_this_machine(
-    tmp_path: Path, two: tuple[list[Any], Urls], runners_on: Any, samples: list[Sample]
+    cluster: str,
+    tmp_path: Path,
+    two: tuple[list[Any], Urls],
+    runners_on: Any,
+    samples: list[Sample],
 ) -> None:
-    _, urls = two
+    """The records of one process, times apart; both servers worked; nothing is measured again."""
+    fakes, urls = two
     plan = Plan(POINTS, samples, chunk=2, timed=0)
-    endpoints = [Endpoint(url, url) for url in urls]
-    with ResultStore(tmp_path / "r") as store:
-        options = RunOptions(settle_s=0.5, concurrency=2)
-        done = run_on_ray(endpoints, plan, store, options, Progress(0, quiet=True), address="local")
-    assert done == 8
+    assert on_ray(urls, plan, tmp_path / "r") == 8
+    assert all(fake.prompts for fake in fakes)
+    assert [f.threshold for f in fakes] == [None, None]
     with ResultStore(tmp_path / "one") as store:
         run_everywhere(runners_on(urls[:1], store), plan, Progress(0, quiet=True))
     assert answers(tmp_path / "r") == answers(tmp_path / "one")
+    assert on_ray(urls, plan, tmp_path / "r") == 0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="the package ray is here")
-def test_without_ray_the_option_says_so(tmp_path: Path, samples: list[Sample]) -> None:
+def test_unequal_servers_of_a_cluster_are_refused(
+    cluster: str, tmp_path: Path, two: tuple[list[Any], Urls], samples: list[Sample]
+) -> None:
+    fakes, urls = two
+    fakes[1].max_model_len = 2048
+    with pytest.raises(InputError, match="equal servers"):
+        on_ray(urls, Plan(POINTS, samples, chunk=2, timed=0), tmp_path / "r")
+
+
+def test_without_ray_the_option_says_so(
+    tmp_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
     plan = Plan(POINTS, samples)
     with ResultStore(tmp_path / "r") as store, pytest.raises(InputError, match="pip install ray"):
         run_on_ray([Endpoint("x", "y")], plan, store, RunOptions(), Progress(0, quiet=True))
