@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from blasst.kernels.call import Call, Request, check_call
+from blasst.kernels.errors import InvalidInputError
+from blasst.kernels.support import packing_reasons
 from blasst.kernels.tiles import blocks, key_end, mask_scores, partial_blocks, visited_blocks
 from blasst.kernels.types import LN_2, LOG2_E, AttentionSpec, PagedKV, RaggedKV
 
@@ -20,7 +22,8 @@ from blasst.kernels.types import LN_2, LOG2_E, AttentionSpec, PagedKV, RaggedKV
 class ReferenceResult:
     """out: float64 like q; lse: float64 [num_heads, total_q], natural log.
 
-    Lists: one entry a request, each [num_heads, m_blocks, n_blocks]. visited, skipped: bool.
+    Lists: one entry a request, each [num_heads, m_blocks, n_blocks], or [bundles, ...] where the
+    geometry has heads vote together. visited, skipped: bool.
     margin: float64, in log2 units, the group's largest block_max - running_max, minus log2(lambda):
     below 0 = skipped, near 0 = a tie; +inf for the first visited block and for unvisited ones.
     """
@@ -62,6 +65,9 @@ def reference_attention(
 ) -> ReferenceResult:
     """Same inputs and rules as `prefill_attention`; any head_dim, device and dtype."""
     call = check_call(q, kv, cu_seqlens_q, spec or AttentionSpec(), skip_lambda, None, None)
+    reasons = packing_reasons(call.problem)
+    if reasons:
+        raise InvalidInputError(reasons)
     return run_reference(call)
 
 
@@ -83,7 +89,8 @@ def run_reference(call: Call) -> ReferenceResult:
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=q.device)
     result = ReferenceResult(out, lse)
     for request in call.requests:
-        visited = visited_blocks(call, request).expand(q.shape[1], -1, -1)
+        bundles = q.shape[1] // call.geometry.heads
+        visited = visited_blocks(call, request).expand(bundles, -1, -1)
         result.visited.append(visited)
         result.skipped.append(torch.zeros_like(visited))
         result.margin.append(
@@ -101,7 +108,7 @@ def _attend(call: Call, request: Request, result: ReferenceResult) -> None:
         torch.stack([pair[i] for pair in pairs]).double().repeat_interleave(call.group_size, 0)
         for i in (0, 1)
     )
-    tile_m = call.geometry.tile_m
+    tile_m = call.geometry.positions
     for m in range(blocks(request.seqlen_q, tile_m)):
         rows = range(m * tile_m, min((m + 1) * tile_m, request.seqlen_q))
         at = slice(request.q_start + rows.start, request.q_start + rows.stop)
@@ -121,12 +128,12 @@ def _tile_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One tile of query rows over its key blocks, all heads at once: out and lse."""
     q, k, v = qkv
-    tile_n = call.geometry.tile_n
+    tile_n, heads = call.geometry.tile_n, call.geometry.heads
     log2_lambda = -math.inf if call.log2_lambda is None else call.log2_lambda[request.index]
     running_max = torch.full(q.shape[:2], -math.inf, dtype=q.dtype, device=q.device)
     row_sum = torch.zeros_like(running_max)
     acc = torch.zeros_like(q)
-    started = torch.zeros(q.shape[0], dtype=torch.bool, device=q.device)
+    started = torch.zeros(q.shape[0] // heads, dtype=torch.bool, device=q.device)
     visited = result.visited[-1][:, m]
     for n in reversed(range(visited.shape[1])):
         visits = visited[:, n]
@@ -140,12 +147,12 @@ def _tile_row(
         new_max = torch.maximum(running_max, block_max)
         # A row that has seen nothing and sees nothing here is (-inf) - (-inf): it votes skip.
         drop = torch.where(new_max == -math.inf, -math.inf, block_max - new_max)
-        margin = drop.amax(-1) - log2_lambda
+        margin = drop.reshape(-1, heads * drop.shape[1]).amax(-1) - log2_lambda
         skips = visits & started & (margin < 0) if log2_lambda > -math.inf else visits & False
         result.skipped[-1][:, m, n] = skips
         result.margin[-1][:, m, n] = torch.where(visits & started, margin, math.inf)
         started |= visits
-        keeps = (visits & ~skips)[:, None]
+        keeps = (visits & ~skips).repeat_interleave(heads)[:, None]
         new_max = torch.where(keeps, new_max, running_max)
         base = torch.where(new_max > -math.inf, new_max, 0.0)
         p = torch.exp2(scores - base[..., None])

@@ -40,8 +40,22 @@ def own_geometry(problem: Problem, impl: Impl) -> Geometry:
     return Geometry()
 
 
-def _common(problem: Problem) -> list[str]:
+def packing_reasons(problem: Problem) -> list[str]:
+    """Why heads of the problem cannot vote together as its geometry says; empty: they can."""
+    heads = 1 if problem.geometry is None else problem.geometry.heads
+    if heads == 1:
+        return []
     reasons = []
+    group = problem.num_heads // max(1, problem.num_kv_heads)
+    if group % heads:
+        reasons.append(f"{heads} heads together do not divide a group of {group} q heads")
+    if problem.block_mask:
+        reasons.append(f"the lists of a block mask are of one head, not of {heads} together")
+    return reasons
+
+
+def _common(problem: Problem) -> list[str]:
+    reasons = packing_reasons(problem)
     if problem.dtype not in FLOAT_DTYPES:
         reasons.append(f"dtype {problem.dtype} is not one of {', '.join(FLOAT_DTYPES)}")
     if problem.num_kv_heads < 1 or problem.num_heads % max(1, problem.num_kv_heads):
@@ -58,8 +72,14 @@ def _head_dim(problem: Problem) -> list[str]:
     return [f"head_dim {problem.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"]
 
 
+def _each_head(problem: Problem) -> list[str]:
+    heads = 1 if problem.geometry is None else problem.geometry.heads
+    return [f"it votes for each head, not for {heads} together"] if heads > 1 else []
+
+
 def _cpu_torch(problem: Problem) -> list[str]:
     reasons = _head_dim(problem)
+    reasons += _each_head(problem)
     if problem.device_type != "cpu":
         reasons.append(f"tensors are on {problem.device_type}, this implementation needs the CPU")
     return reasons
@@ -95,7 +115,7 @@ def _blackwell(problem: Problem) -> list[str]:
     reasons = _device(problem, "compute capability 10.0 or 10.3", lambda c: c[0] == 10)
     if reasons:
         return reasons
-    reasons += _package("cutlass", "nvidia-cutlass-dsl")
+    reasons += [*_each_head(problem), *_package("cutlass", "nvidia-cutlass-dsl")]
     from blasst.kernels.blackwell.launch import problem_reasons
 
     return reasons + problem_reasons(problem)
@@ -115,7 +135,7 @@ def _triton(problem: Problem) -> list[str]:
     reasons = _device(problem, "compute capability 8.0 or later", lambda c: c >= (8, 0))
     if reasons:
         return reasons
-    reasons += _package("triton", "triton")
+    reasons += [*_each_head(problem), *_package("triton", "triton")]
     from blasst.kernels.triton.launch import problem_reasons
 
     return reasons + problem_reasons(problem)

@@ -21,8 +21,9 @@ def key_end(call: Call, request: Request, row_end: int) -> int:
 
 
 def visited_blocks(call: Call, request: Request) -> torch.Tensor:
-    """bool [num_heads or 1, m_blocks, n_blocks]: blocks that are visited, skipped ones included."""
-    tile_m, tile_n = call.geometry.tile_m, call.geometry.tile_n
+    """bool [num_heads or 1, m_blocks, n_blocks]: blocks that are visited, skipped ones included.
+    Without a mask all heads visit the same."""
+    tile_m, tile_n = call.geometry.positions, call.geometry.tile_n
     m_blocks, n_blocks = blocks(request.seqlen_q, tile_m), blocks(request.seqlen_k, tile_n)
     ends = [
         blocks(key_end(call, request, min((m + 1) * tile_m, request.seqlen_q)), tile_n)

@@ -31,20 +31,31 @@ class Impl(StrEnum):
 class Geometry:
     """The group that votes: `tile_m` query rows of one q head against `tile_n` keys.
 
-    Tiles are aligned at key 0 and at the first query row of the request in this call. Blocks are
-    visited from the last valid one to the left. A calibration holds for its geometry only.
+    heads: q heads of a group whose rows stand in one tile, for each query position one after the
+    other (packed GQA); such a tile has tile_m // heads positions and counts once. Tiles are aligned
+    at key 0 and at the first query row of the request in this call. Blocks are visited from the
+    last valid one to the left. A calibration holds for its geometry only.
     """
 
     tile_m: int = 128
     tile_n: int = 128
+    heads: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("tile_m", self.tile_m), ("tile_n", self.tile_n)):
+        for name, value in vars(self).items():
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} {value} must be a power of two, such as 64 or 128")
+        if self.heads > self.tile_m:
+            raise ValueError(f"heads {self.heads} do not fit a tile of {self.tile_m} rows")
+
+    @property
+    def positions(self) -> int:
+        """Query positions of a tile."""
+        return self.tile_m // self.heads
 
     def __str__(self) -> str:
-        return f"{self.tile_m} x {self.tile_n}"
+        packed = f", {self.heads} heads together" if self.heads > 1 else ""
+        return f"{self.tile_m} x {self.tile_n}{packed}"
 
 
 MaskMod = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]

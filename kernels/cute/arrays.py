@@ -9,8 +9,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from blasst.kernels.cute.load import Source
 from blasst.kernels.cute.smem import ATOM_ROWS
-from blasst.kernels.cute.tile import Tile, make_tile
-from blasst.kernels.cute.windows import make_box_atom, make_window_atom, select
+from blasst.kernels.cute.tile import Tile, make_tile, rows_of
+from blasst.kernels.cute.windows import make_box_atom, make_window_atom, packed, select
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -38,7 +38,8 @@ class Arrays(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a thread block computes: rows from `row` on of one q head of one request."""
+    """What a thread block computes: rows from `row` on of one q head of one request, or of the q
+    heads that are packed; `head` counts those bundles then."""
 
     head: Int32
     kv_head: Int32
@@ -52,15 +53,16 @@ def make_sources(
     tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
     cluster: int = 1,
     whole_rows: bool = False,
+    pack: int = 1,
 ) -> tuple[Source, Source, Source, Source]:
     """Windows of q, k, v and out: `rows` query rows, or config.window keys.
 
     cluster: thread blocks that share keys and values. whole_rows: as in tile_layout; then whole
-    windows of a page are boxes too.
+    windows of a page are boxes too. pack: q heads that are rows of one tile.
     """
     q, k, v, out = tensors
     rows_first = (1, 3, 2, 0) if config.page_size else (0, 2, 1)
-    q, out = select(q, (0, 2, 1)), select(out, (0, 2, 1))
+    q, out = (packed(select(t, (0, 2, 1)), pack) for t in (q, out))
     k, v = select(k, rows_first), select(v, rows_first)
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     shared = load if cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -81,16 +83,22 @@ def key_source(config: Any, op: Any, rows: cute.Tensor, whole_rows: bool) -> Sou
 
 
 def make_grid(
-    config: Any, arrays: Arrays, heads: tuple[Int32, Int32], max_seqlen_q: Int32
+    config: Any,
+    arrays: Arrays,
+    heads: tuple[Int32, Int32],
+    max_seqlen_q: Int32,
+    pack: int = 1,
 ) -> tuple[Any, Any, Any]:
-    """(heads of a group, tiles of the longest request, kv heads * requests); heads: q, kv.
+    """(heads or bundles of a group, tiles of the longest request, kv heads * requests); heads: q,
+    kv; pack: heads of a bundle.
 
     The heads of a group run side by side: they read the same keys.
     """
     num_heads, num_kv_heads = heads
     batch = arrays.cu_seqlens_q.shape[0] - 1
-    tiles = cute.ceil_div(max_seqlen_q, config.tile_m)
-    return num_heads // num_kv_heads, tiles, num_kv_heads * batch
+    tiles = cute.ceil_div(rows_of(max_seqlen_q, pack), config.tile_m)
+    in_group = num_heads // num_kv_heads
+    return in_group if pack == 1 else in_group // pack, tiles, num_kv_heads * batch
 
 
 @cute.jit
@@ -110,6 +118,7 @@ def tile_at(
     request: Int32,
     row: Int32,
     tile_m: cutlass.Constexpr[int],
+    pack: cutlass.Constexpr[int] = 1,
 ) -> Tile:
     tile: Tile = make_tile(
         arrays.cu_seqlens_q,
@@ -120,5 +129,6 @@ def tile_at(
         config.tile_n,
         config.causal,
         config.page_size == 0,
+        pack,
     )
     return tile

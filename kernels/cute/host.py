@@ -22,7 +22,7 @@ class Inputs:
 
     max_seqlen_q: query rows of the longest request or more; skip_lambda is read on the device when
     the kernel runs. trace: as `trace.start_trace` takes it. lists: of a block mask, for the tiles
-    of a thread block.
+    of a thread block. pack: q heads of a group that are rows of one tile.
     """
 
     q: torch.Tensor
@@ -36,6 +36,7 @@ class Inputs:
     counters: torch.Tensor | None
     trace: torch.Tensor | None = None
     lists: GroupLists | None = None
+    pack: int = 1
 
     @classmethod
     def of(cls, call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> Inputs:

@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.smem import ATOM_ROWS
-from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.tile import Tile, position_of
 from blasst.kernels.cute.trace import NO_TRACE, Step, Trace
 from blasst.kernels.cute.windows import box, box_layout, copy_window, window
 
@@ -31,15 +31,18 @@ def load_queries(
     tile: Tile,
     head: Int32,
     group_bytes: cutlass.Constexpr[int],
+    pack: cutlass.Constexpr[int] = 1,
 ) -> None:
-    """smem: (rows, head_dim, groups); each group of rows has its own barrier.
+    """smem: (rows, head_dim, groups); each group of rows has its own barrier. pack: rows of a
+    position, which come together.
 
     Rows beyond the end are 0, but a window without any row faults: it gets the tile's last row.
     """
     group_rows = cute.size(smem, mode=[0])
     for group in cutlass.range_constexpr(cute.size(smem, mode=[2])):
-        row = tile.row + cutlass.min(group * group_rows, tile.rows - 1)
-        valid = cutlass.max(1, cutlass.min(tile.rows - group * group_rows, group_rows))
+        row = tile.row + cutlass.min(group * group_rows, tile.rows - pack)
+        valid = cutlass.max(pack, cutlass.min(tile.rows - group * group_rows, group_rows))
+        row, valid = position_of(row, pack), position_of(valid, pack)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barriers + group, group_bytes)
         copy_window(

@@ -18,11 +18,31 @@ def select(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
 
 
+def packed(rows: cute.Tensor, pack: int) -> cute.Tensor:
+    """(position, column, head) -> ((head of a bundle, position), column, bundle), the same memory:
+    the rows of a position stand together. pack: heads of a bundle; 1: the tensor as it is."""
+    if pack == 1:
+        return rows
+    (positions, columns, heads), (step, column, head) = rows.shape, rows.stride
+    layout = cute.make_layout(
+        ((pack, positions), columns, heads // pack), stride=((head, step), column, head * pack)
+    )
+    return cute.make_tensor(rows.iterator, layout)
+
+
 def window_view(rows: cute.Tensor, window: int) -> cute.Tensor:
-    """(row, column, ...) -> (window, column, ..., row + window)."""
-    base = cute.domain_offset((-window, *(0,) * (cute.rank(rows) - 1)), rows).iterator
-    shape = (window, *rows.shape[1:], rows.shape[0] + window + 1)
-    return cute.make_tensor(base, cute.make_layout(shape, stride=(*rows.stride, rows.stride[0])))
+    """(row, column, ...) -> (window, column, ..., row + window); of packed rows, (heads, positions)
+    stand for rows, and the last mode steps through positions."""
+    step, total = rows.stride[0], rows.shape[0]
+    first: tuple[int, ...] | int = window
+    ahead: tuple[int, ...] | int = -window
+    if isinstance(total, tuple):
+        (heads, total), (_, step) = rows.shape[0], rows.stride[0]
+        window //= heads
+        first, ahead = (heads, window), (0, -window)
+    base = cute.domain_offset((ahead, *(0,) * (cute.rank(rows) - 1)), rows).iterator
+    shape = (first, *rows.shape[1:], total + window + 1)
+    return cute.make_tensor(base, cute.make_layout(shape, stride=(*rows.stride, step)))
 
 
 def make_window_atom(
@@ -42,8 +62,11 @@ def make_window_atom(
 def window(
     coordinates: cute.Tensor, first_row: Int32, valid: Int32, index: cutlass.Constexpr = ()
 ) -> cute.Tensor:
-    """(R, columns): rows [first_row, first_row + valid) at the given index of the other modes."""
+    """(R, columns): rows [first_row, first_row + valid) at the given index of the other modes. Of
+    packed rows, both are positions."""
     at = coordinates[(None, None, *index, first_row + valid)]
+    if cutlass.const_expr(cute.rank(at, mode=[0]) > 1):
+        return cute.domain_offset(((0, cute.size(at, mode=[0, 1]) - valid), 0), at)
     return cute.domain_offset((cute.size(at, mode=[0]) - valid, 0), at)
 
 

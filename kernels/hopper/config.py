@@ -29,7 +29,8 @@ class Config:
 
     warpgroups: consumers, each with ROWS query rows. cluster: thread blocks, of heads of one group,
     that bring each other parts of the keys and values. trace: clocks are recorded. block_mask: the
-    blocks to visit come in lists.
+    blocks to visit come in lists. pack: q heads of a group that are rows of one tile, a power of
+    two; without a block mask.
     """
 
     dtype: str
@@ -46,12 +47,13 @@ class Config:
     cluster: int = 1
     trace: bool = False
     block_mask: bool = False
+    pack: int = 1
 
     def cluster_for(self, heads_of_a_group: int) -> int:
         """Two where it measured best: each thread block then issues half of the copies. One under a
         block mask: heads may visit different blocks."""
         shares = self.whole_rows and not self.block_mask
-        return 2 if shares and heads_of_a_group % 2 == 0 else 1
+        return 2 if shares and heads_of_a_group // self.pack % 2 == 0 else 1
 
     @property
     def tile_m(self) -> int:

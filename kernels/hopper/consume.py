@@ -23,7 +23,7 @@ from blasst.kernels.cute.fragment import (
 from blasst.kernels.cute.mma import issue
 from blasst.kernels.cute.ring import Ring
 from blasst.kernels.cute.softmax import LEAST, Softmax, scale_rows
-from blasst.kernels.cute.tile import Tile
+from blasst.kernels.cute.tile import Tile, position_of
 from blasst.kernels.cute.trace import NO_TRACE, Step, Trace
 from blasst.kernels.hopper.config import Config
 
@@ -353,6 +353,7 @@ class Consumer:
             reach = self.tile.seqlen_k - first_key
             if cutlass.const_expr(self.config.causal):
                 row = self.tile.row + first_row(self.thread) + 8 * r
-                reach = cutlass.min(reach, self.tile.context + row + 1 - first_key)
+                position = position_of(row, self.config.pack)
+                reach = cutlass.min(reach, self.tile.context + position + 1 - first_key)
             for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
                 rows[r, c] = rows[r, c] if column(c) < reach else -Float32.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from blasst.kernels.types import Geometry, PagedKV, Problem, RaggedKV
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128, 256)
+PACKS = (1, 2, 4, 8, 16, 32, 64)  # divisors of ROWS
+PAYS = 0.75  # of the tiles that there are without packing
 
 
 def prefill(
@@ -54,7 +57,7 @@ def prefill(
 
 def start(inputs: Inputs) -> torch.Tensor:
     """Fills inputs.out, returns lse. The lists of a block mask are for Config.warpgroups tiles."""
-    config = config_for(**inputs.choices())
+    config = config_for(**inputs.choices(), pack=inputs.pack)
     cluster = config.cluster_for(inputs.q.shape[1] // inputs.kv.k.shape[-2])
     config = replace(config, trace=inputs.trace is not None, cluster=cluster)
     return inputs.start(config_reasons(config), lambda: _compiled(config))
@@ -80,6 +83,7 @@ def config_for(
     vote: bool,
     count: bool,
     block_mask: bool = False,
+    pack: int = 1,
 ) -> Config:
     """The fastest of the measured configurations. page_size 0 = ragged keys.
 
@@ -90,7 +94,9 @@ def config_for(
     if block_mask:
         tuned = MASKED.get((head_dim, vote), tuned)
     causal = causal and not block_mask
-    return Config(dtype, head_dim, causal, page_size, vote, count, block_mask=block_mask, **tuned)
+    return Config(
+        dtype, head_dim, causal, page_size, vote, count, block_mask=block_mask, pack=pack, **tuned
+    )
 
 
 def config_reasons(config: Config) -> list[str]:
@@ -99,17 +105,22 @@ def config_reasons(config: Config) -> list[str]:
         dtype=(config.dtype, DTYPES),
         head_dim=(config.head_dim, HEAD_DIMS),
         page_size=(config.page_size or PAGE_SIZES[0], PAGE_SIZES),
+        **{"heads together": (config.pack, PACKS)},
     )
 
 
 def problem_config(problem: Problem) -> Config:
-    """What is compiled for a problem whose tiles are counted whenever it votes."""
-    return config_for(**problem_choices(problem))
+    """What is compiled for a problem whose tiles are counted whenever it votes, if its geometry
+    says which heads vote together."""
+    pack = 1 if problem.geometry is None else problem.geometry.heads
+    return config_for(**problem_choices(problem), pack=pack)
 
 
 def geometry_of(problem: Problem) -> Geometry:
-    """The group that votes: one warpgroup's rows."""
-    return Geometry(ROWS, problem_config(problem).tile_n)
+    """The group that votes: one warpgroup's rows, of one head or of those that the problem's own
+    geometry has together."""
+    config = problem_config(problem)
+    return Geometry(ROWS, config.tile_n, config.pack if config.pack in PACKS else 1)
 
 
 def problem_reasons(problem: Problem) -> list[str]:
@@ -118,9 +129,35 @@ def problem_reasons(problem: Problem) -> list[str]:
     return reasons + geometry_reasons(problem, geometry_of(problem))
 
 
+def packing(call: Call) -> int:
+    """Heads that share a tile: those that the caller's geometry has together, else as many as pay.
+
+    Packing pays where query rows are so few that most of a tile is empty, and the tiles are more
+    than the multiprocessors can take at once: otherwise they end together, however full they are.
+    Where there is a vote it would change what is skipped, so it has to be asked for.
+    """
+    problem = call.problem
+    if problem.geometry is not None or problem.vote or problem.block_mask:
+        return call.geometry.heads
+    pack = math.gcd(call.group_size, ROWS)
+    rows = problem_config(problem).tile_m
+
+    def tiles(heads: int) -> int:
+        each = sum(-(-r.seqlen_q * heads // rows) for r in call.requests)
+        return each * problem.num_heads // heads
+
+    more = tiles(1) > _processors(call.q.device)
+    return pack if more and tiles(pack) <= PAYS * tiles(1) else 1
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
     """The implementation "hopper" of prefill_attention."""
-    inputs = Inputs.of(call, out, counters)
+    inputs = replace(Inputs.of(call, out, counters), pack=packing(call))
     if call.spec.block_mask is not None:
         tiles = problem_config(call.problem).warpgroups
         inputs = replace(inputs, lists=group_lists(call, tiles, ROWS))

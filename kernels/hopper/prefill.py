@@ -80,7 +80,9 @@ class HopperPrefill:
         paged = config.page_size > 0
         num_kv_heads = k.shape[2] if cutlass.const_expr(paged) else k.shape[1]
         arrays = Arrays(
-            *make_sources(config, ROWS, (q, k, v, out), config.cluster, config.whole_rows),
+            *make_sources(
+                config, ROWS, (q, k, v, out), config.cluster, config.whole_rows, config.pack
+            ),
             lse,
             cu_seqlens_q,
             key_lengths,
@@ -90,7 +92,7 @@ class HopperPrefill:
             trace,
             lists,
         )
-        grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q)
+        grid = make_grid(config, arrays, (q.shape[1], num_kv_heads), max_seqlen_q, config.pack)
         self.kernel(arrays, scale_log2, num_kv_heads).launch(
             grid=grid,
             block=(config.threads, 1, 1),
@@ -103,7 +105,7 @@ class HopperPrefill:
     def kernel(self, arrays: Arrays, scale_log2: Float32, num_kv_heads: Int32):
         config = self.config
         place = make_place(self.config, num_kv_heads)
-        tile = tile_at(self.config, arrays, place.request, place.row, self.config.tile_m)
+        tile = tile_at(config, arrays, place.request, place.row, config.tile_m, config.pack)
         listed = None
         if cutlass.const_expr(config.block_mask):
             rows = place.row // config.tile_m
@@ -182,7 +184,9 @@ class HopperPrefill:
             tile = replace(tile, n_blocks=listed.count())
         if warp == 0:
             size = self.config.query_bytes
-            load_queries(arrays.q, shared.q, shared.q_full, tile, place.head, size)
+            load_queries(
+                arrays.q, shared.q, shared.q_full, tile, place.head, size, self.config.pack
+            )
         if tile.n_blocks > 0:
             self.produce_blocks(arrays, shared, (tile, listed), warp, place)
 
@@ -223,7 +227,8 @@ class HopperPrefill:
         visits, listed = job
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        tile = tile_at(config, arrays, place.request, place.row + group * ROWS, ROWS)
+        own_row = place.row + group * ROWS
+        tile = tile_at(config, arrays, place.request, own_row, ROWS, config.pack)
         seen = None
         if cutlass.const_expr(listed is not None):
             visits, tile = listed.count(), replace(tile, n_blocks=listed.own(group))

@@ -38,6 +38,6 @@ def case(config: Config, shape: Shape) -> Case:
         raise ValueError(f"block_mask {config.block_mask}, but mask {shape.mask!r}")
     kernel = Kernel(
         config.dtype, config.head_dim, config.causal, config.page_size, config.vote,
-        config.count, Geometry(ROWS, config.tile_n), config.warpgroups,
+        config.count, Geometry(ROWS, config.tile_n, config.pack), config.warpgroups,
     )  # fmt: skip
     return prefill_case(kernel, shape)

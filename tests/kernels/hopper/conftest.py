@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from blasst.kernels.hopper.launch import prefill
+from blasst.kernels.cute.host import Inputs
+from blasst.kernels.hopper.launch import start
 from blasst.kernels.reference import reference_attention
 from blasst.kernels.testing import cumulative, paged
 from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
@@ -37,7 +38,7 @@ class Call:
         """(out, lse, counters); out was NaN before."""
         out = torch.full_like(self.q, torch.nan)
         counters = torch.zeros(self.num_kv_heads, 2, dtype=torch.int64, device="cuda")
-        lse = prefill(
+        inputs = Inputs(
             self.q,
             self.kv,
             self.cu_seqlens_q,
@@ -47,8 +48,9 @@ class Call:
             causal=self.causal,
             skip_lambda=self.skip_lambda,
             counters=counters,
+            pack=self.geometry.heads,
         )
-        return out, lse, counters
+        return out, start(inputs), counters
 
     def check(self) -> torch.Tensor:
         """Compares with the oracle; returns the counters."""
@@ -84,7 +86,8 @@ def make_call(
 ) -> Call:
     """Random inputs whose stretches of 64 keys have different levels, so that votes go both ways.
 
-    options: head_dim 128, num_heads 8, num_kv_heads 2, dtype bfloat16.
+    options: head_dim 128, num_heads 8, num_kv_heads 2, dtype bfloat16, pack 1 (heads that vote
+    together), poison NaN (what is in pages where no key is).
     """
     head_dim, dtype = options.get("head_dim", 128), options.get("dtype", torch.bfloat16)
     heads, kv_heads = options.get("num_heads", 8), options.get("num_kv_heads", 2)
@@ -96,7 +99,9 @@ def make_call(
     level = torch.randn(total_k // 64 + 1, kv_heads, generator=generator)
     k[..., 0] += 8.0 * level.repeat_interleave(64, 0)[:total_k]
     ragged = RaggedKV(k.to(dtype), v.to(dtype), cumulative([n for _, n in seqlens]))
-    kv: PagedKV | RaggedKV = ragged if page_size is None else paged(ragged, page_size)
+    kv: PagedKV | RaggedKV = ragged
+    if page_size is not None:
+        kv = paged(ragged, page_size, poison=options.get("poison", torch.nan))
     lambdas = torch.tensor(([0.05, 0.3, 0.001, 0.6] * 4)[: len(seqlens)]).cuda()
     return Call(
         q.to(dtype).cuda(),
@@ -104,7 +109,7 @@ def make_call(
         seqlens,
         causal,
         lambdas if vote else None,
-        Geometry(64, 128),
+        Geometry(64, 128, options.get("pack", 1)),
         cumulative([n for n, _ in seqlens]).cuda(),
     )
 

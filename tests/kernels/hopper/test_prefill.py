@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from blasst.kernels.api import prefill_attention
 from blasst.kernels.hopper.launch import prefill
 from blasst.kernels.testing import DialOptions, dialled_inputs
 from blasst.kernels.types import Geometry, RaggedKV
@@ -61,15 +62,60 @@ def test_shapes(
     assert call.check()[:, 1].sum() > 0
 
 
+PACKED = {
+    "a group": {"num_heads": 8, "num_kv_heads": 2, "pack": 4},
+    "half a group": {"num_heads": 8, "num_kv_heads": 2, "pack": 2},
+    "one kv head": {"num_heads": 16, "num_kv_heads": 1, "pack": 16},
+    "a position a tile": {"num_heads": 64, "num_kv_heads": 1, "pack": 64},
+}
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 128])
+@pytest.mark.parametrize("name", PACKED)
+def test_heads_of_a_group_as_rows_of_one_tile(make: Make, name: str, page_size: int | None) -> None:
+    seqlens = ((40, 2000), (16, 3000), (0, 5), (1, 1), (130, 130), (9, 4))
+    counters = make(seqlens, page_size=page_size, **PACKED[name]).check()
+    assert counters[:, 1].sum() > 0
+    make(seqlens, page_size=page_size, vote=False, **PACKED[name]).check()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_heads_narrow_and_full(make: Make, causal: bool) -> None:
+    seqlens = ((40, 2000), (200, 700), (3, 3))
+    for page_size in (None, 32):
+        make(seqlens, page_size=page_size, causal=causal, head_dim=64, pack=4).check()
+        make(seqlens, page_size=page_size, causal=causal, pack=4).check()
+
+
+def test_short_rows_are_packed_without_being_asked(make: Make) -> None:
+    """Through the public call: the same outputs as of the oracle, bit for bit as when packed."""
+    call = make(((16, 900),) * 64, vote=False)
+    out, _ = prefill_attention(call.q, call.kv, call.cu_seqlens_q, impl="hopper")
+    packed = dataclasses.replace(call, geometry=Geometry(64, 128, 4)).run()[0]
+    assert torch.equal(out, packed)
+    assert not torch.equal(out, call.run()[0])
+    call.check()
+
+
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_what_no_key_owns_is_never_used(make: Make, page_size: int, poison: float) -> None:
+    """NaN is in the unused parts of all other tests."""
+    for head_dim in (64, 128):
+        make(SEQLENS["context"], page_size=page_size, poison=poison, head_dim=head_dim).check()
+
+
 @pytest.mark.parametrize("n_blocks", [1, 2, 5, 8, 63, 127])
 @pytest.mark.parametrize("skip_rate", [0.0, 0.5, 0.95])
-def test_dialled_counts_are_exact(n_blocks: int, skip_rate: float) -> None:
+@pytest.mark.parametrize("missing", [0, 45])
+def test_dialled_counts_are_exact(n_blocks: int, skip_rate: float, missing: int) -> None:
+    """missing: rows and keys of the last block."""
     options = DialOptions(dtype=torch.bfloat16, geometry=Geometry(64, 128), seed=n_blocks)
     x = dialled_inputs(
         num_heads=4,
         num_kv_heads=2,
         head_dim=128,
-        seqlen=128 * n_blocks,
+        seqlen=128 * n_blocks - missing,
         skip_rate=skip_rate,
         options=options,
     )
