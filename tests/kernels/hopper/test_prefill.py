@@ -70,7 +70,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 128])
+@pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("name", PACKED)
 def test_heads_of_a_group_as_rows_of_one_tile(make: Make, name: str, page_size: int | None) -> None:
     seqlens = ((40, 2000), (16, 3000), (0, 5), (1, 1), (130, 130), (9, 4))
