@@ -18,6 +18,7 @@ SECTIONS = (
     "score_mod",
     "backward",
     "determinism",
+    "settings",
     "invariance",
     "votes",
     "lists",
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     """Exit code: 0, 1 cannot run, 2 wrong usage."""
     import torch
 
-    from blasst.kernels.bench import attention, mask_votes, masks
+    from blasst.kernels.bench import attention, mask_bits, mask_votes, masks
 
     chosen = args.sections.split(",")
     named = args.masks.split(",")
@@ -67,10 +68,12 @@ def run(args: argparse.Namespace, command: str) -> int:
         return 1
     sizes = args.small, args.heads, args.head_dim
     plan = masks.Plan(tuple(lengths), args.rounds, device, *sizes, masks=tuple(named))
+    bits = dict.fromkeys(("determinism", "settings", "invariance"), mask_bits)
+    modules = {"votes": mask_votes, **bits}
     result: dict[str, Any] = {"where": attention.machine(device), "sections": {}}
     for name in chosen:
         print(f"masks: {name}", file=sys.stderr, flush=True)
-        section = mask_votes.votes if name == "votes" else getattr(masks, name)
+        section = getattr(modules.get(name, masks), name)
         rows = result["sections"][name] = []
         for row in section(plan):
             print(f"  {row}", file=sys.stderr, flush=True)

@@ -5,6 +5,8 @@ Sections run one after the other and are written as they end, so that a box of t
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +24,6 @@ from blasst.kernels.types import Geometry
 
 Row = dict[str, Any]
 TENSORS = ("out", "dq", "dk", "dv")
-REPEATS = 12
-FLOOR_REPEATS = 6
 ERROR_TOKENS = 16384
 """Longest sequence of the float32 comparison: one head of it takes 6 GiB."""
 
@@ -130,7 +130,7 @@ def errors(plan: Plan) -> Iterator[Row]:
                     yield {"mask": name, "tokens": tokens, "route": route, "left_out": why}
                     continue
                 row: Row = {"mask": name, "tokens": tokens, "route": route}
-                for label, got, want in zip(TENSORS, _tensors(run), exact, strict=False):
+                for label, got, want in zip(TENSORS, tensors(run), exact, strict=False):
                     off = (got.float() - want).abs()
                     row[f"{label}_relative"] = float(off.mean() / want.abs().mean())
                     row[f"{label}_max"] = float(off.max())
@@ -162,7 +162,7 @@ def timed_forms(plan: Plan, found: Forms) -> Row:
         ms = cases.interleaved(pair, plan.rounds, plan.device)
         row[f"{direction}_mask_ms"], row[f"{direction}_score_ms"] = ms["mask"], ms["score"]
         row[f"{direction}_ratio"] = ms["score"] / ms["mask"]
-        first, other = (_tensors(run) for run in pair.values())
+        first, other = (tensors(run) for run in pair.values())
         row[f"{direction}_difference"] = max(
             float((a.float() - b.float()).abs().max()) for a, b in zip(first, other, strict=True)
         )
@@ -174,25 +174,9 @@ def forms(plan: Plan, tokens: int, backend: str) -> Forms:
     case = plan.case("shared_prefix", tokens)
     mask = cases.bound(case)
     qkv, grad = cases.inputs(case)
-    mod, blocks = mask.mask_mod, mask.flex(Geometry())
-
-    def hide(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return torch.where(mod(b, h, q, k), score, -torch.inf)
-
-    options = {"BACKEND": backend} if plan.device == "cuda" else None
-    written: dict[str, dict[str, Any]] = {
-        "mask": {"block_mask": blocks}, "score": {"score_mod": hide}
-    }  # fmt: skip
     runs: dict[str, dict[str, Run]] = {"forward": {}, "both": {}}
-    for form, how in written.items():
-        compiled = compiled_attention(dynamic=False)
-
-        def attend(*qkv: torch.Tensor, how: Any = how, compiled: Any = compiled) -> torch.Tensor:
-            out: torch.Tensor = compiled(
-                *(t.transpose(1, 2) for t in qkv), kernel_options=options, **how
-            )
-            return out.transpose(1, 2)
-
+    for form in ("mask", "score"):
+        attend = flex_form(mask, form, backend)
         forward = cases.forward(attend, qkv)
         runs["forward"][form] = lambda forward=forward: [forward()]  # type: ignore[misc]
         runs["both"][form] = cases.both(attend, qkv, grad)
@@ -202,6 +186,27 @@ def forms(plan: Plan, tokens: int, backend: str) -> Forms:
         if (why := refusal(run)) is not None:
             return Forms(tokens, backend, {}, why)
     return Forms(tokens, backend, runs)
+
+
+def flex_form(mask: AttentionMask, form: str, backend: str) -> Callable[..., torch.Tensor]:
+    """FlexAttention with the mask as a block mask ("mask"), as a score_mod that returns -inf
+    ("score"), or without it ("plain"). On a CPU the backend is the only one."""
+    mod, compiled = mask.mask_mod, compiled_attention(dynamic=False)
+
+    def hide(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(mod(b, h, q, k), score, -torch.inf)
+
+    how: dict[str, Any] = {}
+    if form != "plain":
+        how = {"block_mask": mask.flex(Geometry())} if form == "mask" else {"score_mod": hide}
+    if mask.device.type == "cuda":
+        how["kernel_options"] = {"BACKEND": backend}
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = compiled(*(t.transpose(1, 2) for t in qkv), **how)
+        return out.transpose(1, 2)
+
+    return attend
 
 
 def backward(plan: Plan) -> Iterator[Row]:
@@ -228,75 +233,59 @@ def backward(plan: Plan) -> Iterator[Row]:
             }  # fmt: skip
 
 
-def determinism(plan: Plan) -> Iterator[Row]:
-    """12 repeats of forward + backward on the same inputs, under each setting of torch."""
-    for setting, (strict, warn) in {
-        "off": (False, False),
-        "warn_only": (True, True),
-        "strict": (True, False),
-    }.items():
-        for name in plan.masks:
-            case = plan.case(name, plan.small)
-            mask = cases.bound(case)
-            qkv, grad = cases.inputs(case)
-            for route in plan.routes:
-                run = plan.run(route, mask, qkv, grad)
-                row: Row = {"setting": setting, "mask": name, "route": route}
-                try:
-                    torch.use_deterministic_algorithms(strict, warn_only=warn)
-                    row |= _spread(run, REPEATS) if refusal(run) is None else {
-                        "left_out": refusal(run)
-                    }  # fmt: skip
-                finally:
-                    torch.use_deterministic_algorithms(False)
-                yield row
-
-
-def invariance(plan: Plan) -> Iterator[Row]:
-    """Whether neighbours change one request's bits: batch size, neighbours' data and layout.
-
-    First the run-to-run noise of each route; a difference above it is a neighbour's.
-    """
-    for name in plan.masks:
-        for route in plan.routes:
-            floor = _floor(plan, name, route)
-            if "left_out" in floor:
-                yield {"mask": name, "route": route, **floor}
-                continue
-            for axis, spread in (
-                ("batch size", _batch_axis(plan, name, route)),
-                ("neighbours' data", _data_axis(plan, name, route)),
-                ("neighbours' layout", _layout_axis(plan, name, route)),
-            ):
-                yield {
-                    "mask": name, "route": route, "axis": axis,
-                    **{f"{label}_floor": floor[label] for label in TENSORS if label in floor},
-                    **dict(zip(TENSORS, spread, strict=False)),
-                }  # fmt: skip
-
-
 def lists(plan: Plan) -> Iterator[Row]:
-    """Building a layout's block lists, and finding it again in the cache, in ms of wall time."""
-    import time
-
+    """Building a layout's block lists, finding it again in the cache, and FlexAttention's compiled
+    create_block_mask for the same (on a GPU), in ms of wall time."""
     for tokens in plan.lengths:
         layout = cases.segments(tokens)
         for name in plan.masks:
             cache, expression = MaskCache(), cases.MASKS[name]
-            built, found = [], []
-            for i in range(4):
-                start = time.perf_counter()
-                mask = (MaskCache() if i < 3 else cache).bind(expression, layout, plan.device)
+
+            def build(expression: Any = expression, layout: Any = layout) -> AttentionMask:
+                mask = MaskCache().bind(expression, layout, plan.device)
                 _ = mask.lists(Geometry()).visited_blocks
-                built.append(1e3 * (time.perf_counter() - start))
-            for _ in range(20):
-                start = time.perf_counter()
-                cache.bind(expression, layout, plan.device).lists(Geometry())
-                found.append(1e3 * (time.perf_counter() - start))
+                return mask
+
+            def find(cache: Any = cache, expression: Any = expression, layout: Any = layout) -> Any:
+                return cache.bind(expression, layout, plan.device).lists(Geometry())
+
+            find()
             yield {
-                "mask": name, "tokens": tokens, "built_ms": sorted(built[1:])[1],
-                "found_ms": sorted(found)[len(found) // 2], "hit_rate": cache.stats.hit_rate,
+                "mask": name, "tokens": tokens, "built_ms": _wall(build, 3),
+                "create_block_mask_ms": _create_block_mask(plan, build()),
+                "found_ms": _wall(find, 20), "hit_rate": cache.stats.hit_rate,
             }  # fmt: skip
+
+
+def _create_block_mask(plan: Plan, mask: AttentionMask) -> float | None:
+    """Both orientations, at once, as FlexAttention makes them."""
+    if plan.device != "cuda":
+        return None
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def create() -> None:
+        made: Any = create_block_mask(
+            mask.mask_mod,
+            mask.batch,
+            None,
+            mask.seqlen_q,
+            mask.seqlen_k,
+            plan.device,
+            _compile=True,
+        )
+        _ = int(made.kv_num_blocks.sum())
+
+    return _wall(create, 3)
+
+
+def _wall(run: Run, repeats: int) -> float:
+    """Median milliseconds, after one run that is not timed."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])
 
 
 def refusal(run: Run) -> str | None:
@@ -308,7 +297,7 @@ def refusal(run: Run) -> str | None:
     return None
 
 
-def _tensors(run: Run) -> list[torch.Tensor]:
+def tensors(run: Run) -> list[torch.Tensor]:
     result = run()
     assert isinstance(result, list)
     return result
@@ -319,7 +308,7 @@ def _float32(mask: AttentionMask, qkv: cases.Tensors, grad: torch.Tensor) -> lis
     for head in range(grad.shape[2]):
         one = [t[:, :, head : head + 1].float() for t in (*qkv, grad)]
         run = cases.both(cases.attend("eager", mask), (one[0], one[1], one[2]), one[3])
-        parts.append(_tensors(run))
+        parts.append(tensors(run))
     return [torch.cat(column, 2) for column in zip(*parts, strict=True)]
 
 
@@ -347,76 +336,3 @@ def _fa4(mask: AttentionMask, with_lists: bool) -> Callable[..., torch.Tensor]:
         return out
 
     return run
-
-
-def _spread(run: Run, repeats: int) -> Row:
-    """How many repeats differ from the first, and by how much, for each tensor."""
-    first = [t.clone() for t in _tensors(run)]
-    row: Row = {"repeats": repeats}
-    for label, _ in zip(TENSORS, first, strict=False):
-        row[label], row[f"{label}_differ"] = 0.0, 0
-    for _ in range(repeats - 1):
-        for label, a, b in zip(TENSORS, first, _tensors(run), strict=False):
-            row[label] = max(row[label], float((a.float() - b.float()).abs().max()))
-            row[f"{label}_differ"] += not torch.equal(a, b)
-    return row
-
-
-def _pinned(
-    plan: Plan, name: str, route: str, layout: Any, batch: int, seed: int, own: int
-) -> list[torch.Tensor]:
-    """out, dq, dk, dv of the first `own` tokens of row 0; all else is drawn from `seed`."""
-    mask = cases.packed(name, layout, plan.device)
-    case = plan.case(name, layout.seqlen, batch)
-    fixed, fixed_grad = cases.inputs(plan.case(name, own), seed=1)
-    drawn, grad = cases.inputs(case, seed=seed)
-    for t, own_part in zip((*drawn, grad), (*fixed, fixed_grad), strict=True):
-        t[0, :own] = own_part[0]
-    run = plan.run(route, mask, drawn, grad)
-    return [t[0, :own].clone() for t in _tensors(run)]
-
-
-def _largest(results: list[list[torch.Tensor]]) -> list[float]:
-    return [
-        max(float((r[i].float() - results[0][i].float()).abs().max()) for r in results)
-        for i in range(len(results[0]))
-    ]
-
-
-def _floor(plan: Plan, name: str, route: str) -> Row:
-    own = plan.small // 4
-    layout = cases.documents([own, plan.small - own], plan.small)
-
-    def run() -> list[torch.Tensor]:
-        return _pinned(plan, name, route, layout, 1, 2, own)
-
-    if (why := refusal(run)) is not None:
-        return {"left_out": why}
-    return _spread(run, FLOOR_REPEATS)
-
-
-def _batch_axis(plan: Plan, name: str, route: str) -> list[float]:
-    results = []
-    for batch in (1, 2, 4, 8):
-        layout = cases.segments(plan.small, batch)
-        results.append(_pinned(plan, name, route, layout, batch, batch, plan.small))
-    return _largest(results)
-
-
-def _data_axis(plan: Plan, name: str, route: str) -> list[float]:
-    own = plan.small // 4
-    layout = cases.documents([own, plan.small - own], plan.small)
-    return _largest([_pinned(plan, name, route, layout, 1, seed, own) for seed in range(3, 7)])
-
-
-def _layout_axis(plan: Plan, name: str, route: str) -> list[float]:
-    own = plan.small // 4
-    rest = plan.small - own
-    ragged = rest * 377 // 1201
-    splits = [[rest], [rest // 3] * 3, [rest // 6] * 6, [ragged, rest - ragged]]
-    results = []
-    for split in splits:
-        split[-1] += rest - sum(split)
-        layout = cases.documents([own, *split], plan.small)
-        results.append(_pinned(plan, name, route, layout, 1, 9, own))
-    return _largest(results)

@@ -43,6 +43,12 @@ def test_rows_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert score["forward_ratio"] > 0
     repeats = found["sections"]["determinism"]
     assert {row["setting"] for row in repeats} == {"off", "warn_only", "strict"}
+    forms = found["sections"]["settings"]
+    assert {row["form"] for row in forms} == {"mask", "score", "plain"}
+    assert all(row["out_differ"] == 0 and row["repeats"] == 12 for row in (*repeats, *forms))
+    axes = found["sections"]["invariance"]
+    assert len(axes) == 3 * 2 * 3
+    assert all(row["out"] == row["out_floor"] == 0 for row in axes)
     rates = [row["skip_rate"] for row in found["sections"]["votes"] if "95%" in row["what"]]
     assert all(rate > 0.3 for rate in rates)
     assert found["crossover"] == []

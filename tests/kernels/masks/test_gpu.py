@@ -3,16 +3,21 @@
 import pytest
 import torch
 
+from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.masks import (
     AttentionMask,
+    Segments,
     bind,
+    causal,
     document,
     masked_attention,
     pack,
     padding,
+    routes,
     shared_prefix,
     shared_prefix_sample,
 )
+from blasst.kernels.masks.crossover import MEASURED
 from blasst.kernels.masks.fa4 import fa4_reasons
 
 pytestmark = [
@@ -41,6 +46,55 @@ def gradients(
     return [out.detach(), *(t.grad for t in (q, k, v) if t.grad is not None)]
 
 
+OURS = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+def inference(mask: AttentionMask, tensors: list[torch.Tensor], impl: str) -> torch.Tensor:
+    with torch.no_grad():
+        q, k, v = (t.bfloat16() for t in tensors[:3])
+        return masked_attention(q, k, v, mask, impl=impl)
+
+
+@OURS
+def test_auto_runs_our_kernel_for_inference_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    first = MEASURED.first("blasst", (9, 0), False)
+    assert first <= 1 << 17
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, first, heads, 128) for heads in (8, 2, 2)]
+    long = [torch.randn(s, generator=generator, device="cuda") for s in shapes]
+    layout = Segments.from_position_ids(torch.arange(first)[None] % 700)
+    mask = bind(causal() & document(), layout, "cuda")
+    routes._log.cache_clear()
+    with caplog.at_level("INFO", logger="blasst.kernels"):
+        ours = inference(mask, long, "auto")
+    assert any(r.message.startswith("masked attention runs on blasst: ") for r in caplog.records)
+    assert torch.equal(ours, inference(mask, long, "blasst"))
+    for impl in ("flex-triton", "flex-fa4", "fa4"):
+        caplog.clear()
+        assert (inference(mask, long, impl).float() - ours.float()).abs().max() < 0.05
+        assert not any("blasst:" in r.message for r in caplog.records)
+
+
+@OURS
+def test_our_kernel_errs_as_bfloat16_and_does_not_wait() -> None:
+    mask, tensors = problem()
+    exact = masked_attention(*tensors[:3], mask, impl="eager")
+    plain = masked_attention(*(t.bfloat16() for t in tensors[:3]), mask, impl="eager")
+    ours = inference(mask, tensors, "blasst")
+    budget = 2 * (plain.float() - exact).abs().mean() + 1e-3 * exact.abs().mean()
+    assert (ours.float() - exact).abs().mean() <= budget
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        again = inference(mask, tensors, "blasst")
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert torch.equal(ours, again)
+
+
 @pytest.mark.parametrize("impl", ["flex-triton", "flex-fa4", "fa4"])
 def test_errors_are_those_of_bfloat16(impl: str) -> None:
     if impl != "flex-triton" and fa4_reasons():
@@ -54,9 +108,52 @@ def test_errors_are_those_of_bfloat16(impl: str) -> None:
         assert (got - want).abs().mean() <= budget
 
 
-def test_exact_lane_repeats_bit_for_bit() -> None:
+@pytest.mark.parametrize("setting", [(False, False), (True, True), (True, False)])
+def test_exact_lane_repeats_bit_for_bit(
+    setting: tuple[bool, bool], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
     mask, tensors = problem()
     first = gradients(mask, tensors, torch.bfloat16, lane="exact")
     for _ in range(REPEATS - 1):
         again = gradients(mask, tensors, torch.bfloat16, lane="exact")
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.skipif(bool(fa4_reasons()), reason="; ".join(fa4_reasons()))
+def test_strict_refuses_fa4_and_warn_only_says_so(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    mask, tensors = problem()
+    torch.use_deterministic_algorithms(True)
+    for impl in ("flex-fa4", "fa4"):
+        with pytest.raises(UnsupportedError, match="flex-triton"):
+            gradients(mask, tensors, torch.bfloat16, impl=impl)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(routes.NotReproducibleWarning):
+        gradients(mask, tensors, torch.bfloat16, impl="fa4")
+    with pytest.raises(UnsupportedError, match="flex-triton only"):
+        gradients(mask, tensors, torch.bfloat16, impl="fa4", lane="exact")
+
+
+def test_exact_lane_does_not_see_neighbours() -> None:
+    """The first document keeps its bits, forward and backward, whatever stands behind it."""
+    own, total = 640, 2048
+    generator = torch.Generator("cuda").manual_seed(1)
+    held = [torch.randn(1, own, h, 128, generator=generator, device="cuda") for h in (8, 2, 2, 8)]
+    results = []
+    for split in ([1408], [700, 708], [377, 1031], [128] * 11):
+        sizes = torch.tensor([own, *split])
+        ids = torch.arange(len(sizes)).repeat_interleave(sizes)
+        segment = torch.arange(total) // 160 % 4
+        fields = [ids, segment, segment, segment % 3, torch.arange(total)]
+        layout = Segments(*(f.int()[None].contiguous() for f in fields))
+        mask = bind(shared_prefix() & document(), layout, "cuda")
+        drawn = [
+            torch.randn(1, total, t.shape[2], 128, generator=generator, device="cuda") for t in held
+        ]
+        for t, mine in zip(drawn, held, strict=True):
+            t[:, :own] = mine
+        results.append([t[:, :own] for t in gradients(mask, drawn, torch.bfloat16, lane="exact")])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
