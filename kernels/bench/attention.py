@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from blasst.kernels.bench.problems import (
     Run,
     Shape,
     geometry_for,
+    in_pages,
     make_inputs,
     ours,
 )
@@ -38,7 +40,8 @@ class Cell:
     cpu_s: of the whole process; tflops: of dense attention over wall_s.
 
     over_dense, over_peer: this time over ours when dense is asked, and over the first peer's, on
-    the same inputs; medians of the rounds' ratios. skip_rate: as counted.
+    the same inputs; medians of the rounds' ratios. skip_rate: as counted. least, most: of the
+    ratios over what ran beside it, None without Plan.beside.
     """
 
     problem: str
@@ -51,6 +54,8 @@ class Cell:
     over_dense: float
     cpu_over_dense: float
     over_peer: float | None
+    least: float | None = None
+    most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Plan:
 
     together: all skip rates beside one dense run, and peers on the data of skip rate 0, instead of
     dense and peers on the data of each rate; for a CPU, where they take the longest.
+
+    pages: sizes; ours is timed on the same keys in such pages too. beside: instead of rounds of
+    everything, the first peer (without one: dense) runs before and after every two calls of each
+    contender, and ratios are over the mean of these two. Neighbours share the clock of a card
+    whose power limit moves it by more than 5%.
     """
 
     problems: Sequence[str]
@@ -71,6 +81,8 @@ class Plan:
     dtype: str
     rounds: int
     together: bool = False
+    pages: Sequence[int] = ()
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,10 @@ class Contender:
     name: str
     run: Run
     ours: Ours | None = None
+
+    @property
+    def skip_rate(self) -> float:
+        return (self.ours.skip_rate or 0.0) if self.ours is not None else 0.0
 
 
 Progress = Callable[[str], None]
@@ -123,8 +139,7 @@ def _groups(
 def _dense(plan: Plan, x: Inputs, left_out: dict[str, str], progress: Progress) -> list[Contender]:
     found = []
     for impl in plan.impls:
-        dense = ours(impl, x, vote=False)
-        found.append(Contender(_named(plan, impl, "dense"), dense.run, dense))
+        found += _ours(plan, x, impl, "dense", vote=False)
     for name in plan.peers:
         if name in left_out:
             continue
@@ -137,17 +152,22 @@ def _dense(plan: Plan, x: Inputs, left_out: dict[str, str], progress: Progress) 
 
 
 def _votes(plan: Plan, x: Inputs, rate: float) -> list[Contender]:
-    votes = [(impl, ours(impl, x, vote=True)) for impl in plan.impls]
-    return [Contender(_named(plan, impl, f"vote {rate:.0%}"), v.run, v) for impl, v in votes]
+    return [c for impl in plan.impls for c in _ours(plan, x, impl, f"vote {rate:.0%}", vote=True)]
 
 
-def _named(plan: Plan, impl: str, what: str) -> str:
-    return what if len(plan.impls) == 1 else f"{impl} {what}"
+def _ours(plan: Plan, x: Inputs, impl: str, what: str, *, vote: bool) -> list[Contender]:
+    """On the keys as the problem has them, and in pages."""
+    name = what if len(plan.impls) == 1 else f"{impl} {what}"
+    kinds = {name: x} | {f"{name}, pages of {p}": in_pages(x, p) for p in plan.pages}
+    made = [(kind, ours(impl, inputs, vote=vote)) for kind, inputs in kinds.items()]
+    return [Contender(kind, one.run, one) for kind, one in made]
 
 
 def _time(
     plan: Plan, problem: str, shape: Shape, group: Sequence[Contender], progress: Progress
 ) -> list[Cell]:
+    if plan.beside:
+        return _time_beside(plan, problem, shape, group, progress)
     stopwatch = Stopwatch(plan.device)
     walls: dict[str, list[float]] = {c.name: [] for c in group}
     cpus: dict[str, list[float]] = {c.name: [] for c in group}
@@ -168,7 +188,7 @@ def _time(
             problem,
             shape.tokens,
             c.name,
-            (c.ours.skip_rate or 0.0) if c.ours is not None else 0.0,
+            c.skip_rate,
             statistics.median(walls[c.name]),
             statistics.median(cpus[c.name]),
             shape.flops / statistics.median(walls[c.name]) / 1e12,
@@ -178,6 +198,64 @@ def _time(
         )
         for c in group
     ]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Of each round: wall and processor seconds, and both over those of what ran beside it."""
+
+    walls: list[float]
+    cpus: list[float]
+    over: list[float]
+    cpu_over: list[float]
+
+
+def _time_beside(
+    plan: Plan, problem: str, shape: Shape, group: Sequence[Contender], progress: Progress
+) -> list[Cell]:
+    stopwatch = Stopwatch(plan.device)
+    peers = [c for c in group if c.ours is None]
+    base = peers[0] if peers else group[0]
+    found = {}
+    for c in group:
+        progress(f"{problem}, {shape.tokens} tokens: {c.name} beside {base.name}")
+        for _ in range(WARM_UP):
+            c.run()
+            base.run()
+        runs = [base, *[c, c, base] * plan.rounds]
+        found[c.name] = _beside([stopwatch.time(contender.run) for contender in runs])
+    dense = found[group[0].name]
+    assert shape.tokens is not None
+    return [
+        Cell(
+            problem,
+            shape.tokens,
+            c.name,
+            c.skip_rate,
+            statistics.median(mine.walls),
+            statistics.median(mine.cpus),
+            shape.flops / statistics.median(mine.walls) / 1e12,
+            statistics.median(mine.over) / statistics.median(dense.over),
+            statistics.median(mine.cpu_over) / statistics.median(dense.cpu_over),
+            statistics.median(mine.over) if peers else None,
+            min(mine.over),
+            max(mine.over),
+        )
+        for c in group
+        for mine in [found[c.name]]
+    ]
+
+
+def _beside(times: Sequence[tuple[float, float]]) -> Beside:
+    """times: (wall, processor) of the base, and after it of each round's two calls and the base."""
+    columns = []
+    for each in zip(*times, strict=True):
+        bases = each[::3]
+        calls = [sum(each[i : i + 2]) / 2 for i in range(1, len(each), 3)]
+        near = [(a + b) / 2 for a, b in pairwise(bases)]
+        columns.append((calls, [_over(c, n) for c, n in zip(calls, near, strict=True)]))
+    (walls, over), (cpus, cpu_over) = columns
+    return Beside(walls, cpus, over, cpu_over)
 
 
 class Stopwatch:
@@ -205,9 +283,12 @@ class Stopwatch:
 
 
 def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    return statistics.median(
-        a / b if b else float(a == b) for a, b in zip(times, base, strict=True)
-    )
+    return statistics.median(_over(a, b) for a, b in zip(times, base, strict=True))
+
+
+def _over(time: float, base: float) -> float:
+    """The processor time of a run may be too short for its clock."""
+    return time / base if base else float(time == base)
 
 
 def machine(device: str) -> dict[str, object]:

@@ -9,6 +9,7 @@ import torch
 
 from blasst.kernels.call import check_call
 from blasst.kernels.dispatch import choose, implementation
+from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.support import own_geometry
 from blasst.kernels.testing import DialOptions, cumulative, dialled_inputs, paged
 from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, Problem, RaggedKV
@@ -82,8 +83,7 @@ class Inputs:
 def make_inputs(
     shape: Shape, skip_rate: float, *, device: str, dtype: torch.dtype, geometry: Geometry
 ) -> Inputs:
-    """One dialled request, repeated. geometry: what votes. Keys are stored transposed in the pages
-    of a CPU cache, as vLLM does."""
+    """One dialled request, repeated; drawn on the device. geometry: what votes."""
     assert shape.tokens is not None
     x = dialled_inputs(
         num_heads=shape.num_heads,
@@ -92,19 +92,35 @@ def make_inputs(
         seqlen=shape.tokens,
         skip_rate=skip_rate,
         causal=shape.causal,
-        options=DialOptions(dtype=dtype, geometry=geometry),
+        options=DialOptions(dtype=dtype, geometry=geometry, device=device),
     )
-    ends = cumulative([shape.tokens] * shape.batch)
-    k, v = (t.repeat(shape.batch, 1, 1) for t in (x.kv.k, x.kv.v))
+    ends = cumulative([shape.tokens] * shape.batch).to(device)
+    q, k, v = (t.repeat(shape.batch, 1, 1) for t in (x.q, x.kv.k, x.kv.v))
     ragged = RaggedKV(k, v, ends)
-    on_device = RaggedKV(*(t.to(device) for t in vars(ragged).values()))
-    kv: PagedKV | RaggedKV = on_device
-    if shape.page_size is not None:
-        pages = paged(ragged, shape.page_size, transposed_keys=device == "cpu")
-        kv = PagedKV(*(t.to(device) for t in vars(pages).values()))
-    q = x.q.to(device).repeat(shape.batch, 1, 1)
     skip_lambda = x.skip_lambda.to(device).repeat(shape.batch)
-    return Inputs(shape, q, on_device, kv, ends.to(device), skip_lambda)
+    made = Inputs(shape, q, ragged, ragged, ends, skip_lambda)
+    return made if shape.page_size is None else in_pages(made, shape.page_size)
+
+
+def in_pages(x: Inputs, page_size: int) -> Inputs:
+    """The same keys in shuffled pages. Stored transposed in the pages of a CPU cache, as vLLM does.
+    Raises UnsupportedError where a request of a GPU's problem does not fill its last page."""
+    shape = replace(x.shape, page_size=page_size)
+    if not x.q.is_cuda:
+        return replace(x, shape=shape, kv=paged(x.ragged, page_size, transposed_keys=True))
+    assert shape.tokens is not None
+    if shape.tokens % page_size:
+        raise UnsupportedError([f"{shape.tokens} tokens do not fill pages of {page_size}"])
+    pages = x.ragged.k.shape[0] // page_size
+    order = torch.randperm(pages, device=x.q.device)
+    k, v = (
+        torch.empty_like(t)
+        .view(pages, page_size, *t.shape[1:])
+        .index_copy_(0, order, t.view(pages, page_size, *t.shape[1:]))
+        for t in (x.ragged.k, x.ragged.v)
+    )
+    table = order.int().view(shape.batch, -1)
+    return replace(x, shape=shape, kv=PagedKV(k, v, table, x.cu_seqlens_q.diff().int()))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
@@ -74,7 +75,7 @@ def _panel(cells: Sequence[Cell], floor: bool) -> str:
     for c in cells:
         over = c.over_peer if peers and c.over_peer is not None else c.over_dense
         # "vote 50%" and "vote 95%" are one line; dense and peers are flat.
-        name = c.what.rsplit(" ", 1)[0] if "vote" in c.what else c.what
+        name = re.sub(r" \d+%", "", c.what)
         lines.setdefault(name, []).append((c.skip_rate, over))
     for name, points in lines.items():
         if "vote" not in name:

@@ -14,6 +14,7 @@ from blasst.kernels.errors import BlasstError, refuse
 
 MIN_TOKENS = 128
 MAX_TOKENS = 1 << 20
+PAGE_UNIT = 16  # tokens, of every page size in use
 DTYPES = ("float32", "bfloat16", "float16")
 _ABOUT = """Prefill attention at chosen skip rates; times in milliseconds.
 
@@ -60,6 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "bfloat16 on a GPU)")  # fmt: skip
     add("--peer", action="append", default=[], metavar="NAME",
         help="may be repeated; ratios are over the first")  # fmt: skip
+    add("--pages", type=_pages, default=[], metavar="N,N", help="also time ours on the same keys "
+        "in shuffled pages of N tokens")  # fmt: skip
+    add("--beside", action="store_true", help="run the first peer (without one: dense) before and "
+        "after every two calls of each contender; ratios are over these neighbours, which share "
+        "the clock of a power-limited card (default: everything once a round)")  # fmt: skip
     add("--threads", type=int, default=None, help="CPU threads (default: torch's)")
     add("--rounds", type=int, default=5, help="timed rounds (default: 5)")
     add("--markdown", type=Path, default=None, metavar="FILE", help="also write the table here")
@@ -98,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     plan = attention.Plan(
         names, args.lengths, args.skip_rates, args.peer, args.impl or ["auto"], device, dtype,
-        args.rounds, together=device == "cpu",
+        args.rounds, device == "cpu", args.pages, args.beside,
     )  # fmt: skip
     machine = attention.machine(device)
     try:
@@ -136,6 +142,18 @@ def _lengths(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not N,N; give tokens such as 4096") from None
     if not all(MIN_TOKENS <= n <= MAX_TOKENS for n in values):
         raise argparse.ArgumentTypeError(f"lengths must be {MIN_TOKENS} to {MAX_TOKENS} tokens")
+    return values
+
+
+def _pages(text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not N,N; give page sizes such as 16"
+        ) from None
+    if not all(n >= PAGE_UNIT and n % PAGE_UNIT == 0 for n in values):
+        raise argparse.ArgumentTypeError(f"page sizes must be multiples of {PAGE_UNIT}")
     return values
 
 

