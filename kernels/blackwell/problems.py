@@ -23,6 +23,8 @@ CORNERS = (
 )
 MASKED_EDGES = ((256, 640), (130, 300), (5, 5), (0, 7), (257, 384))
 EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (3, 0), (1, 1), (129, 300), (255, 257))
+UNEQUAL = (1000, 100, 3000, 300)  # MAGs of requests: a kernel that takes another's skips otherwise
+SKIPPING = Shape(((256, 640),), mag=2500, seed=10)  # a third of its visits
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ def _square(tiles: int, queries: int = 256) -> tuple[tuple[int, int], ...]:
 def parts() -> list[Part]:
     """Everything that is proved, cheapest first."""
     tiles = tuple(Shape(_square(n), num_heads=1) for n in KEY_TILES)
-    edges = Shape(EDGES)
+    edges = Shape(EDGES, mag=UNEQUAL, seed=1)
     mags = tuple(Shape(((256, 1024),), mag=mag, seed=DIVERSE) for mag in MAGS)
     dialled = tuple(Shape(((256, 2560),), skip_rate=rate) for rate in SKIP_RATES)
-    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2)
+    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2, mag=UNEQUAL)
     found = [
         Part("dense, not causal", replace(DENSE, causal=False), (*tiles, edges)),
         Part("dense, causal", DENSE, (*tiles, edges)),
@@ -53,12 +55,12 @@ def parts() -> list[Part]:
         Part("vote, own P", replace(VOTING, cross_p=False), (*tiles, edges, *mags, *dialled)),
         Part("vote, not causal", replace(VOTING, causal=False), (*tiles, edges, *mags)),
         Part("long", VOTING, (Shape(((256, 63 * 128),), num_heads=1, skip_rate=0.5),), 1),
-        Part("schedules", VOTING, (Shape(((256, 640),), mag=2500, seed=DIVERSE),), 200),
+        Part("schedules", VOTING, (SKIPPING,), 200),
         Part("schedules, dense", DENSE, (Shape(((256, 640),), num_heads=1),), 200),
         Part(
             "schedules, own P",
             replace(VOTING, cross_p=False),
-            (Shape(((256, 640),), mag=2500, seed=DIVERSE),),
+            (SKIPPING,),
             200,
         ),
     ]
@@ -69,7 +71,7 @@ def parts() -> list[Part]:
         found.append(Part(f"head_dim {head_dim}, {dtype}, pages of {page}", config, (edges,), 3))
     for buffered in itertools.product((0, 1, 4), (0, 2, 4)):
         config = replace(VOTING, schedule=replace(CROSS, buffered=buffered))
-        shapes = (Shape(((256, 640),), mag=2500, seed=DIVERSE),)
+        shapes = (SKIPPING,)
         found.append(Part(f"{buffered[0]} and {buffered[1]} quarters buffered", config, shapes, 8))
     for page in (48, 256):
         found.append(Part(f"pages of {page}", replace(VOTING, page_size=page), (edges,), 3))
@@ -96,9 +98,10 @@ def masked_parts() -> list[Part]:
 
 def staying_parts() -> list[Part]:
     """Thread blocks that stay: phases go on from one item to the next, some without visits."""
-    edges = Shape(EDGES)
-    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2)
+    edges = Shape(EDGES, mag=UNEQUAL, seed=1)
+    heads = Shape(((130, 400), (40, 300)), num_heads=6, num_kv_heads=2, mag=UNEQUAL)
     mag = Shape(((512, 640), (130, 300)), mag=2500, seed=DIVERSE)
+    items = Shape(((512, 640), (130, 300)), num_heads=1, mag=UNEQUAL)
     masked = tuple(Shape(MASKED_EDGES, mask=mask) for mask in ("blind rows", "blind tiles"))
     paged = replace(STAYING, page_size=16, head_dim=64, dtype="float16", causal=False)
     return [
@@ -107,7 +110,7 @@ def staying_parts() -> list[Part]:
         Part("staying, dense", replace(STAYING, vote=False, count=False), (edges,)),
         Part("staying, pages of 16", paged, (edges, mag)),
         Part("staying, masks", replace(STAYING, block_mask=True), masked),
-        Part("schedules, staying", STAYING, (Shape(((512, 640), (130, 300)), num_heads=1),), 200),
+        Part("schedules, staying", STAYING, (items,), 200),
     ]
 
 
@@ -129,8 +132,8 @@ class Mutated:
 def mutated() -> list[Mutated]:
     """Every kind of build. What one problem does not reach or notice, another one may."""
     small = Shape(((200, 400), (64, 64)), num_heads=1)
-    edges = Shape(EDGES)
-    votes = (small, *CORNERS, Shape(((256, 640),), mag=2500, seed=DIVERSE), edges)
+    edges = Shape(EDGES, mag=UNEQUAL, seed=1)
+    votes = (small, *CORNERS, SKIPPING, edges)
     masks = tuple(
         Shape(((256, 640), (130, 300)), mask=mask, mag=500.0)
         for mask in ("random blocks", "blind rows", "blind tiles")

@@ -23,7 +23,8 @@ LEVEL_KEYS = 64  # keys of one level, so that votes go both ways within a tile
 
 @dataclass(frozen=True)
 class Shape:
-    """seqlens: (queries, keys) of each request. mag: lambda = 2 ** (-mag / 1000), None: 0.05.
+    """seqlens: (queries, keys) of each request. mag: lambda = 2 ** (-mag / 1000), of all requests
+    or one a request, again and again; None: 0.05, 0.3, 0.001, 0.6 and keys that hardly differ.
 
     skip_rate: dialled inputs, one request, with this share of skipped blocks. mask: of
     `masks.MASKS`, "" = none.
@@ -32,10 +33,17 @@ class Shape:
     seqlens: tuple[tuple[int, int], ...]
     num_heads: int = 2
     num_kv_heads: int = 1
-    mag: float | None = None
+    mag: float | tuple[float, ...] | None = None
     skip_rate: float | None = None
     seed: int = 0
     mask: str = ""
+
+    @property
+    def mags(self) -> tuple[float, ...]:
+        """mag as a tuple, () for None."""
+        if self.mag is None:
+            return ()
+        return self.mag if isinstance(self.mag, tuple) else (self.mag,)
 
 
 @dataclass(frozen=True)
@@ -94,9 +102,10 @@ def _name(kernel: Kernel, shape: Shape) -> str:
     lengths = "+".join(f"{a}x{b}" for a, b in shape.seqlens)
     parts = [lengths, f"{shape.num_heads}/{shape.num_kv_heads} heads"]
     parts += [f"pages of {kernel.page_size}"] if kernel.page_size else []
-    parts += [f"MAG {shape.mag:g}"] if shape.mag is not None else []
+    parts += [f"MAG {'/'.join(f'{m:g}' for m in shape.mags)}"] if shape.mags else []
     parts += [f"skip rate {shape.skip_rate:g}"] if shape.skip_rate is not None else []
     parts += [f"mask {shape.mask}"] if shape.mask else []
+    parts += [f"seed {shape.seed}"] if shape.seed else []
     return ", ".join(parts)
 
 
@@ -124,7 +133,7 @@ def _inputs(kernel: Kernel, shape: Shape) -> tuple[torch.Tensor, RaggedKV, torch
     keys, spread = (LEVEL_KEYS, 8.0) if shape.mag is None else (TILE_KEYS, 24.0)
     level = torch.randn(total_k // keys + 1, shape.num_kv_heads, generator=generator)
     k[..., 0] += spread * level.repeat_interleave(keys, 0)[:total_k]
-    lambdas = [0.05, 0.3, 0.001, 0.6] if shape.mag is None else [2.0 ** (-shape.mag / 1000)]
+    lambdas = [2.0 ** (-mag / 1000) for mag in shape.mags] or [0.05, 0.3, 0.001, 0.6]
     chosen = torch.tensor((lambdas * len(shape.seqlens))[: len(shape.seqlens)])
     return (
         q.to(dtype),
