@@ -4,11 +4,14 @@ race detector of `blasst verify`, which follows mbarriers; racecheck on a card d
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import numpy as np
 import pytest
 
 from blasst.kernels.hopper.launch import config_for
-from blasst.kernels.verify.mutate import Mutant, candidates, mutants
+from blasst.kernels.verify.execute import Run
+from blasst.kernels.verify.operands import DONE, Operands
 from blasst.kernels.verify.parse import Instruction
 from blasst.kernels.verify.subject import Case, Workbench
 from blasst.kernels.verify.subjects import hopper
@@ -35,10 +38,21 @@ def of_the_ballot(opcode: str) -> list[Instruction]:
     ]
 
 
-def without(ins: Instruction, case: Case) -> Mutant:
-    order = [c.index for c in candidates(bench().program.instructions)]
-    (mutant,) = mutants(bench(), [case], chosen=lambda number: number == order.index(ins.index))
-    return mutant
+def run_without(ins: Instruction, passes: bool, case: Case) -> Run:
+    """A run in which the instruction does nothing; passes: it answers true."""
+    step = bench().program.step(ins.index)
+    answer = Operands(ins, bench().program.layout, frozenset()).write(0, "pred") if passes else None
+
+    def nothing(block: Any, warp: Any, mask: Any) -> int:
+        if answer is not None:
+            answer(warp, mask, np.ones(32, np.bool_))
+        return DONE
+
+    kept, step.body = step.body, nothing
+    try:
+        return bench().run(case, seed=0).run
+    finally:
+        step.body = kept
 
 
 def test_the_marks_are_ordered_under_every_schedule() -> None:
@@ -57,13 +71,19 @@ def test_the_marks_are_ordered_under_every_schedule() -> None:
 
 
 def test_a_wait_that_is_missing_is_a_race_on_the_marks() -> None:
+    """And warps that then disagree wait for each other in vain."""
     (wait,) = of_the_ballot("mbarrier.try_wait")
-    caught = without(wait, hopper.case(CONFIG, SHAPE)).caught
-    assert "RAW" in caught, caught
-    assert "ld.shared" in caught, caught
-    assert "ballot.py" in caught, caught
+    run = run_without(wait, True, hopper.case(CONFIG, SHAPE))
+    races = [str(finding) for finding in run.findings.counts if finding.kind == "race"]
+    assert races
+    assert any("RAW" in race and "ld.shared" in race for race in races), races
+    assert all("ballot.py" in race for race in races), races
+    assert run.error is not None
+    assert "deadlock" in run.error
 
 
 def test_an_arrival_that_is_missing_is_a_deadlock() -> None:
     (arrive,) = of_the_ballot("mbarrier.arrive")
-    assert without(arrive, hopper.case(CONFIG, SHAPE)).caught.startswith("deadlock")
+    run = run_without(arrive, False, hopper.case(CONFIG, SHAPE))
+    assert run.error is not None
+    assert "deadlock" in run.error
