@@ -22,20 +22,27 @@ def flush(a: Array) -> Array:
     return np.where(np.abs(a) < SMALLEST, np.copysign(np.float32(0), a), a)
 
 
-def _directed(exact: Array, rounding: str, out: Array) -> None:
-    """float64 to float32 in a rounding mode."""
-    nearest = exact.astype(np.float32)
-    if rounding == ".rn":
-        out[:] = nearest
-        return
+def _directed(total: Array, rest: Array | float, rounding: str, out: Array) -> None:
+    """A float64 total plus a rest below its last bit, to float32 in a rounding mode."""
+    nearest = total.astype(np.float32)
     back = nearest.astype(np.float64)
+    above = (back > total) | ((back == total) & (rest < 0))
+    below = (back < total) | ((back == total) & (rest > 0))
     if rounding == ".rz":
-        wrong, towards = np.abs(back) > np.abs(exact), np.zeros_like(nearest)
+        wrong = np.where(back > 0, above, below) & (back != 0)
+        towards = np.zeros_like(nearest)
     elif rounding == ".rm":
-        wrong, towards = back > exact, np.full_like(nearest, -np.inf)
+        wrong, towards = above, np.full_like(nearest, -np.inf)
     else:
-        wrong, towards = back < exact, np.full_like(nearest, np.inf)
+        wrong, towards = below, np.full_like(nearest, np.inf)
     out[:] = np.where(wrong, np.nextafter(nearest, towards), nearest)
+
+
+def _sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """The float64 sum, and what it leaves of the exact one (Knuth)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
 
 
 def _fma(a: Array, b: Array, c: Array, out: Array) -> None:
@@ -46,16 +53,19 @@ def _fma(a: Array, b: Array, c: Array, out: Array) -> None:
 
 
 def _rounded(name: str, rounding: str) -> Callable[..., None]:
+    """Products of two float32 are exact in float64."""
+
     def compute(*args: Array) -> None:
         *sources, out = args
         wide = [s.astype(np.float64) for s in sources]
-        if name == "fma":
-            exact = wide[0] * wide[1] + wide[2]
-        elif name == "mul":
-            exact = wide[0] * wide[1]
+        rest: Array | float = 0.0
+        if name in ("fma", "mul"):
+            total = wide[0] * wide[1]
+            if name == "fma":
+                total, rest = _sum(total, wide[2])
         else:
-            exact = wide[0] + wide[1] if name == "add" else wide[0] - wide[1]
-        _directed(exact, rounding, out)
+            total, rest = _sum(wide[0], wide[1] if name == "add" else -wide[1])
+        _directed(total, rest, rounding, out)
 
     return compute
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from blasst.kernels.verify.errors import UnknownOpcodeError
+from blasst.kernels.verify.float_ops import flush
 from blasst.kernels.verify.parse import BYTES, Instruction
 from blasst.kernels.verify.registers import BANK_OF_TYPE, SHARED_WINDOW, Array, Layout
 from blasst.kernels.verify.segments import MicroOp
@@ -114,6 +115,13 @@ def _combined(compare: Callable[..., Any], combine: Any, invert: bool) -> Callab
     return compute
 
 
+def _flushed(compare: Callable[..., Any]) -> Callable[..., None]:
+    def compute(a: Array, b: Array, out: Array) -> None:
+        compare(flush(a), flush(b), out)
+
+    return compute
+
+
 def _inverse(compare: Callable[..., Any]) -> Callable[..., None]:
     def compute(a: Array, b: Array, out: Array) -> None:
         compare(a, b, out)
@@ -135,10 +143,11 @@ def _cast_byte(byte: Any) -> Callable[..., None]:
     return compute
 
 
-def _round_to(how: Callable[[Array], Array]) -> Callable[..., None]:
+def _round_to(how: Callable[[Array], Array], ftz: bool) -> Callable[..., None]:
     """float32 to integer, saturated; NaN gives 0."""
 
     def compute(a: Array, out: Array) -> None:
+        a = flush(a) if ftz else a
         limits = np.iinfo(out.dtype)
         value = np.nan_to_num(how(a.astype(np.float64)), nan=0.0)
         inside = np.clip(value, float(limits.min), float(limits.max))
@@ -165,9 +174,10 @@ COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def _comparisons(table: dict[str, Signature], kind: str, names: dict[str, Any]) -> None:
-    for name, compare in names.items():
+    for name, plain in names.items():
         ending = ("", ".ftz") if kind == "f32" else ("",)
         for ftz in ending:
+            compare = _flushed(plain) if ftz else plain
             sources = (kind, kind)
             table[f"setp.{name}{ftz}.{kind}"] = Signature(
                 compare, "pred", sources, _inverse(compare)
@@ -209,7 +219,8 @@ def _table() -> dict[str, Signature]:
         table[f"cvt.rn.f32.{kind}"] = Signature(_cast, "f32", (kind,))
         for mode, how in (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)):
             for ftz in ("", ".ftz"):
-                table[f"cvt.{mode}{ftz}.{kind}.f32"] = Signature(_round_to(how), kind, ("f32",))
+                rounded = _round_to(how, bool(ftz))
+                table[f"cvt.{mode}{ftz}.{kind}.f32"] = Signature(rounded, kind, ("f32",))
     table["cvta.param.u64"] = table["cvta.to.global.u64"] = table["cvta.global.u64"] = same(
         _cast, "u64", 1
     )
