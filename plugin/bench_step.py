@@ -158,7 +158,7 @@ class _Steps:
 
     def host_work(self, batch: int) -> dict[str, Any]:
         """Microseconds of our own functions in steps with batch - 1 decodes and one prompt that
-        votes; vLLM's own build for the decodes is not counted."""
+        votes; `note` and `end_step` of all steps."""
         found: dict[str, list[float]] = {}
         with _timed(found):
             for _ in range(5):
@@ -273,27 +273,15 @@ def _wrapped(make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> I
 
 
 def _timed(found: dict[str, list[float]]) -> Any:
-    """Seconds of each call in a step that votes; of split_batch without vLLM's own build."""
+    """Seconds of each call in a step that votes."""
 
     def make(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            others = 0.0
             if name.endswith("forward") and getattr(args[ATTN_METADATA], "blasst", None) is None:
                 return method(self, *args, **kwargs)
-            if name.endswith("split_batch"):
-                common, build = args
-
-                def build_stock(part: Any) -> Any:
-                    nonlocal others
-                    began = time.perf_counter()
-                    built = build(part)
-                    others += time.perf_counter() - began
-                    return built
-
-                args = (common, build_stock)
             began = time.perf_counter()
             result = method(self, *args, **kwargs)
-            spent = time.perf_counter() - began - others
+            spent = time.perf_counter() - began
             if name.endswith(("note", "end_step", "forward")) or result is not None:
                 found.setdefault(name, []).append(spent)
             return result

@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from blasst.plugin.metadata import Part, sub_batch
 from blasst.plugin.voting import VotingBuilder, VotingImpl
 
 
@@ -35,8 +36,14 @@ class BlasstCPUBuilder(VotingBuilder, CPUAttentionMetadataBuilder):
         def build_stock(common: Any) -> Any:
             return super(BlasstCPUBuilder, self).build(common_prefix_len, common, *args, **kw)
 
+        def narrow(part: Part, fields: dict[str, Any]) -> Any:
+            # vLLM's schedule of a batch is no sum of schedules of its parts.
+            return build_stock(sub_batch(common_attn_metadata, part, fields))
+
         metadata = build_stock(common_attn_metadata)
-        metadata.blasst = self.split_batch(common_attn_metadata, build_stock)
+        votes = self.votes_of(common_attn_metadata)
+        if votes is not None:
+            metadata.blasst = self.split_batch(common_attn_metadata, votes, narrow)
         return metadata
 
 

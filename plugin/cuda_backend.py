@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from blasst.plugin.metadata import narrowed
 from blasst.plugin.voting import VotingBuilder, VotingImpl
 
 
@@ -45,16 +46,15 @@ class BlasstCUDABuilder(VotingBuilder, FlashAttentionMetadataBuilder):
         fast_build: bool = False,
         **kwargs: Any,
     ) -> Any:
-        def build_stock(common: Any) -> Any:
-            # vLLM's schedule ahead of time has one buffer for the batch: parts of it go without.
-            return super(BlasstCUDABuilder, self).build(0, common, True, **kwargs)
-
-        rows = self.split_batch(common_attn_metadata, build_stock)
-        metadata = super().build(
-            common_prefix_len, common_attn_metadata, fast_build or rows is not None, **kwargs
+        votes = self.votes_of(common_attn_metadata)
+        if votes is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
+        # Cascades, and schedules made ahead of time, are for a batch as a whole: parts of it go
+        # without, and then nothing else in vLLM's metadata depends on who belongs to the batch.
+        metadata = super().build(0, common_attn_metadata, True, **kwargs)
+        metadata.blasst = self.split_batch(
+            common_attn_metadata, votes, lambda part, fields: narrowed(metadata, fields)
         )
-        if rows is not None:
-            metadata.blasst = rows
         return metadata
 
     def update_block_table(

@@ -1,42 +1,76 @@
 """Splits a batch into rows for vLLM's stock attention and rows that vote.
 
 Lengths come from the tensors that vLLM keeps on the host, what the device needs goes there through
-pinned memory: nothing here waits for the device.
+pinned memory: nothing here waits for the device. What a step has in common with the one before it
+is kept, and nothing is done for each row.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from blasst.kernels.call import Request
 from blasst.kernels.plan import Batch, Plan, check_batch
+from blasst.plugin.staging import LambdaTable, to_device
 from blasst.plugin.versions import row_fields
 
 Index = slice | torch.Tensor
+Ends = np.ndarray[Any, np.dtype[np.int32]]
 WHOLE = slice(None)
+KEPT = 1024
+"""Layouts of batches that are remembered: those of one prompt's chunks among so many decodes."""
+
+
+FEW = 64
+"""Rows of a batch that do not fill a GPU by themselves."""
+
+
+@dataclass(frozen=True)
+class Votes:
+    """Rows of a batch of `count` that vote, ascending; the tokens and the lambda of each.
+
+    others: tokens of all rows, int32 as bytes; None when each of the other rows has one.
+    """
+
+    count: int
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    lambdas: list[float]
+    others: bytes | None = None
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Two batches of the same layout have the same tokens in the same rows."""
+        return self.count, self.rows, self.lengths, self.others
 
 
 @dataclass(frozen=True)
 class Part:
     """Some rows of a batch: slices when they are neighbours, else index tensors.
 
-    rows, tokens: on the batch's device; host_rows: the same on the CPU. ends: int32 [rows + 1], on
-    the host: their first query rows in what `take` gives, and the end of the last.
+    rows, tokens: on the batch's device; host_rows: the same for arrays on the CPU. tokens is WHOLE
+    where the kernel finds the rows among the others. ends: int32 [rows + 1], on the host: their
+    first query rows in what `take` gives, and the end of the last.
     """
 
     rows: Index
-    host_rows: Index
+    host_rows: Any
     tokens: Index
-    ends: np.ndarray[Any, np.dtype[np.int32]]
+    ends: Ends
 
     @property
     def num_tokens(self) -> int:
         return int(self.ends[-1] - self.ends[0])
+
+    @property
+    def own_tokens(self) -> Index:
+        """Where its tokens are: WHOLE stands, of vLLM's rows, for those at the beginning."""
+        return slice(0, self.num_tokens) if self.tokens is WHOLE else self.tokens
 
     def take(self, t: torch.Tensor) -> torch.Tensor:
         """The part's query rows: a view when they are neighbours."""
@@ -49,34 +83,57 @@ class Part:
 
 
 @dataclass(frozen=True)
-class VoteRows:
-    """Rows that vote, as Plan.run takes them. skip_lambda: float32 [rows], on the device."""
+class Rest:
+    """Up to two parts of a batch are vLLM's. fields: of vLLM's metadata, by name, what does not
+    change while the layout stays and the runner's tensors stay in their places."""
 
     part: Part
-    batch: Batch
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where rows lie. ends: of the rows that vote, as Part.ends. page_table and seqlens_k, views,
+    are None where rows must be gathered in each step."""
+
+    chosen: Part
+    ends: tuple[int, ...]
     cu_seqlens_q: torch.Tensor
-    page_table: torch.Tensor
-    seqlens_k: torch.Tensor
-    skip_lambda: torch.Tensor
+    page_table: torch.Tensor | None
+    seqlens_k: torch.Tensor | None
+    others: tuple[Rest, ...]
 
 
 @dataclass(frozen=True)
 class Split:
-    """stock: the other rows and vLLM's own metadata for them alone; None when all rows vote."""
+    """part, cu_seqlens_q, page_table, seqlens_k, batch, skip_lambda: of the rows that vote, as
+    Plan.run takes them. stock: the others, each part with vLLM's own metadata for it alone."""
 
-    vote: VoteRows
-    stock: tuple[Part, Any] | None
+    part: Part
+    cu_seqlens_q: torch.Tensor
+    page_table: torch.Tensor
+    seqlens_k: torch.Tensor
+    batch: Batch
+    skip_lambda: torch.Tensor
+    stock: tuple[tuple[Part, Any], ...]
 
     def with_block_table(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Split:
         """The same rows over another cache group's pages."""
-        vote = replace(self.vote, page_table=_pick(block_table, self.vote.part.rows))
-        if self.stock is None:
-            return Split(vote, None)
-        rest, metadata = self.stock
-        metadata = copy.copy(metadata)
-        metadata.block_table = _pick(block_table, rest.rows)
-        metadata.slot_mapping = rest.take(slot_mapping)
-        return Split(vote, (rest, metadata))
+        stock = [
+            (
+                part,
+                narrowed(
+                    metadata,
+                    {
+                        "block_table": _pick(block_table, part.rows),
+                        "slot_mapping": _pick(slot_mapping, part.own_tokens),
+                    },
+                ),
+            )
+            for part, metadata in self.stock
+        ]
+        page_table = _pick(block_table, self.part.rows)
+        return replace(self, page_table=page_table, stock=tuple(stock))
 
 
 @dataclass(frozen=True)
@@ -87,125 +144,162 @@ class LayerVote:
     counters: torch.Tensor
 
 
-class LambdaTable:
-    """Lambdas of a batch's voting rows at an address on the device that never changes."""
-
-    def __init__(self, max_rows: int, device: torch.device | str) -> None:
-        self._table = torch.zeros(max_rows, dtype=torch.float32, device=device)
-        self._held: list[float] = []
-        self._view = self._table[:0]
-
-    def load(self, values: list[float]) -> torch.Tensor:
-        """[len(values)]; copied in stream order, and only when something changed."""
-        if values != self._held:
-            staged = _staged(torch.tensor(values), self._table.device)
-            self._view = self._table[: len(values)]
-            self._view.copy_(staged, non_blocking=True)
-            self._held = list(values)
-        return self._view
+Narrow = Callable[[Part, dict[str, Any]], Any]
+"""vLLM's metadata for a part alone, given these of its fields: num_actual_tokens, max_query_len,
+max_seq_len, and query_start_loc, seq_lens, block_table, slot_mapping on the device."""
 
 
-def split(
-    common: Any,
-    lambdas: Sequence[float | None],
-    build_stock: Callable[[Any], Any],
-    table: LambdaTable,
-) -> Split | None:
-    """Split a batch. `lambdas`: of its first rows; further ones are padding. None when the
-    metadata is not that of the batch (drafts, dual batches) or not causal: all rows are stock."""
-    count = len(lambdas)
-    if common.num_reqs < count or common.causal is not True:
-        return None
-    starts = common.query_start_loc_cpu.numpy()[: count + 1]
-    keys = _keys(common).numpy()
-    voting = _voting(lambdas)
-    values = [v for v in map(lambdas.__getitem__, voting) if v is not None]
-    first, end = voting[0], voting[-1] + 1
-    neighbours = end - first == len(voting)
-    device = common.query_start_loc.device
-    if neighbours:
-        # The kernels find the rows among the others: nothing is cut out or shifted.
-        rows = slice(first, end)
-        chosen = Part(rows, rows, WHOLE, starts[first : end + 1])
-        cu_seqlens_q = common.query_start_loc[first : end + 1]
-    else:
-        chosen = _gathered(voting, starts, device)
-        cu_seqlens_q = _to_device(torch.from_numpy(chosen.ends), device)
-    vote = VoteRows(
-        part=chosen,
-        batch=check_batch(chosen.ends.tolist(), keys[_indices(chosen.host_rows)].tolist(), values),
-        cu_seqlens_q=cu_seqlens_q,
-        page_table=_pick(common.block_table_tensor, chosen.rows),
-        seqlens_k=_pick(common.seq_lens, chosen.rows),
-        skip_lambda=table.load(values),
-    )
-    if chosen.num_tokens == starts[-1]:
-        return Split(vote, None)
-    if neighbours and starts[end] == starts[-1]:
-        rest = _slice(0, first, starts)
-    elif neighbours and starts[first] == 0:
-        rest = _slice(end, count, starts)
-    else:
-        rest = _gathered([r for r, v in enumerate(lambdas) if v is None], starts, device)
-    return Split(vote, (rest, build_stock(sub_batch(common, rest, keys))))
-
-
-def _voting(lambdas: Sequence[float | None]) -> list[int]:
-    """Rows that vote, in order; from the end, where runners put prefills, until all are found."""
-    left = len(lambdas) - list(lambdas).count(None)
-    rows: list[int] = []
-    row = len(lambdas)
-    while left:
-        row -= 1
-        if lambdas[row] is not None:
-            rows.append(row)
-            left -= 1
-    rows.reverse()
-    return rows
-
-
-def sub_batch(common: Any, rest: Part, keys: np.ndarray[Any, Any]) -> Any:
-    """vLLM's common metadata for some rows of a batch alone. keys: of all rows, on the host."""
-    device, count = common.query_start_loc.device, len(rest.ends) - 1
-    if isinstance(rest.rows, slice) and rest.rows.start == 0:
-        ends = common.query_start_loc_cpu[: count + 1]
-        cu_seqlens_q = common.query_start_loc[: count + 1]
-    else:
-        ends = torch.from_numpy(rest.ends)
-        cu_seqlens_q = _to_device(ends, device)
-    all_decode = rest.num_tokens == count
-    fields = {
-        "query_start_loc": cu_seqlens_q,
-        "query_start_loc_cpu": ends,
-        "seq_lens": _pick(common.seq_lens, rest.rows),
-        "num_reqs": count,
-        "num_actual_tokens": rest.num_tokens,
-        "max_query_len": 1 if all_decode else int(np.diff(rest.ends).max()),
-        "max_seq_len": int(keys[_indices(rest.host_rows)].max()),
-        "block_table_tensor": _pick(common.block_table_tensor, rest.rows),
-        "slot_mapping": rest.take(common.slot_mapping),
-        **row_fields(common, rest.rows, rest.host_rows),
-    }
-    # Not `replace`, which takes as long as all of the above: the class computes nothing from them.
-    made = object.__new__(type(common))
-    vars(made).update(vars(common), **fields)
+def narrowed(metadata: Any, fields: dict[str, Any]) -> Any:
+    """A copy of a dataclass's object with these fields; `replace` takes many times as long."""
+    made = object.__new__(type(metadata))
+    made.__dict__.update(metadata.__dict__)
+    made.__dict__.update(fields)
     return made
 
 
-def _slice(first: int, end: int, starts: np.ndarray[Any, np.dtype[np.int32]]) -> Part:
-    rows, tokens = slice(first, end), slice(int(starts[first]), int(starts[end]))
-    return Part(rows, rows, tokens, starts[first : end + 1] - starts[first])
+def splits(common: Any, votes: Votes) -> bool:
+    """Whether the metadata is that of the batch (not of drafts or dual batches), and causal."""
+    return common.causal is True and bool(common.num_reqs >= votes.count)
+
+
+class Splitter:
+    """Splits the batches of one metadata builder, on one device."""
+
+    def __init__(self, max_rows: int, device: torch.device | str) -> None:
+        self._lambdas = LambdaTable(max_rows, device)
+        self._arange = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._places: tuple[Any, ...] = ()
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
+
+    def split(self, common: Any, votes: Votes, narrow: Narrow) -> Split:
+        """Rows behind the first votes.count of the batch are padding."""
+        table, seq_lens = common.block_table_tensor, common.seq_lens
+        places = (
+            common.query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            common.slot_mapping.data_ptr(),
+            table.data_ptr(),
+            table.shape[1],
+            table.stride(0),
+        )
+        # A view keeps its storage, so what is found at its address is the same tensor.
+        if places != self._places or len(self._layouts) == KEPT:
+            self._places, self._layouts = places, {}
+        layout = self._layouts.get(votes.layout)
+        if layout is None:
+            layout = self._layouts[votes.layout] = self._lay_out(common, votes)
+        keys = _keys(common).numpy()
+        chosen = layout.chosen
+        page_table, seqlens_k = layout.page_table, layout.seqlens_k
+        skip_lambda, log2_lambda = self._lambdas.load(votes.lambdas)
+        return Split(
+            chosen,
+            layout.cu_seqlens_q,
+            _pick(table, chosen.rows) if page_table is None else page_table,
+            _pick(seq_lens, chosen.rows) if seqlens_k is None else seqlens_k,
+            _batch(layout.ends, keys[chosen.host_rows].tolist(), log2_lambda),
+            skip_lambda,
+            tuple([self._stock(common, rest, keys, narrow) for rest in layout.others]),
+        )
+
+    def _stock(
+        self, common: Any, rest: Rest, keys: np.ndarray[Any, Any], narrow: Narrow
+    ) -> tuple[Part, Any]:
+        part = rest.part
+        longest = common.max_seq_len  # a bound, by which FlashAttention splits keys of few rows
+        if len(part.ends) <= FEW:
+            longest = int(np.maximum.reduce(keys[part.host_rows]))
+        fields = {**rest.fields, "max_seq_len": longest}
+        if not isinstance(part.rows, slice):
+            fields["seq_lens"] = _pick(common.seq_lens, part.rows)
+            fields["block_table"] = _pick(common.block_table_tensor, part.rows)
+            fields["slot_mapping"] = _pick(common.slot_mapping, part.tokens)
+        return part, narrow(part, fields)
+
+    def _lay_out(self, common: Any, votes: Votes) -> Layout:
+        starts: Ends = common.query_start_loc_cpu.numpy()
+        first, end = votes.rows[0], votes.rows[-1] + 1
+        if end - first == len(votes.rows):
+            rows = slice(first, end)
+            chosen = Part(rows, rows, WHOLE, starts[first : end + 1].copy())
+            cu_seqlens_q = common.query_start_loc[first : end + 1]
+            views = common.block_table_tensor[rows], common.seq_lens[rows]
+            others = _around(first, end, votes.count, starts)
+        else:
+            device = common.query_start_loc.device
+            voting = np.array(votes.rows)
+            chosen = _gathered(voting, starts, device)
+            cu_seqlens_q = to_device(torch.from_numpy(chosen.ends), device)
+            views = None, None
+            rest = _gathered(np.delete(np.arange(votes.count), voting), starts, device)
+            others = (rest,) if rest.num_tokens else ()
+        rests = tuple(Rest(part, self._fields(common, part)) for part in others)
+        return Layout(chosen, tuple(chosen.ends.tolist()), cu_seqlens_q, *views, rests)
+
+    def _fields(self, common: Any, part: Part) -> dict[str, Any]:
+        rows, count = part.rows, len(part.ends) - 1
+        longest = int(np.diff(part.ends).max())
+        if isinstance(rows, slice) and rows.start == 0:
+            cu_seqlens_q = common.query_start_loc[: count + 1]
+        elif longest == 1 and part.num_tokens == count:
+            cu_seqlens_q = self._arange[: count + 1]
+        else:
+            cu_seqlens_q = to_device(torch.from_numpy(part.ends), common.query_start_loc.device)
+        known = {
+            "num_actual_tokens": part.num_tokens,
+            "max_query_len": longest,
+            "query_start_loc": cu_seqlens_q,
+        }
+        if isinstance(rows, slice):
+            known["seq_lens"] = common.seq_lens[rows]
+            known["block_table"] = common.block_table_tensor[rows]
+            known["slot_mapping"] = common.slot_mapping[part.own_tokens]
+        return known
+
+
+def _batch(ends: tuple[int, ...], keys: list[int], log2_lambda: tuple[float, ...]) -> Batch:
+    """As check_batch, which says what is wrong."""
+    requests = []
+    for i, seqlen_k in enumerate(keys):
+        request = Request(i, ends[i], ends[i + 1] - ends[i], seqlen_k)
+        if not 0 <= request.seqlen_q <= seqlen_k:
+            return check_batch(ends, keys, None)
+        requests.append(request)
+    return Batch(tuple(requests), log2_lambda)
+
+
+def sub_batch(common: Any, part: Part, fields: dict[str, Any]) -> Any:
+    """vLLM's common metadata for some rows of a batch alone, for builders that need one."""
+    known = dict(fields)
+    known["block_table_tensor"] = known.pop("block_table")
+    known["query_start_loc_cpu"] = torch.from_numpy(part.ends)
+    known["num_reqs"] = len(part.ends) - 1
+    return narrowed(common, known | row_fields(common, part.rows, part.host_rows))
+
+
+def _around(first: int, end: int, count: int, starts: Ends) -> tuple[Part, ...]:
+    """The rows before and behind neighbours, where they have tokens. vLLM finds the former by
+    itself, for they begin where the batch does."""
+    begin, stop, total = int(starts[first]), int(starts[end]), int(starts[count])
+    parts = []
+    if begin > 0:
+        rows = slice(0, first)
+        parts.append(Part(rows, rows, WHOLE, starts[: first + 1].copy()))
+    if total > stop:
+        rows = slice(end, count)
+        parts.append(Part(rows, rows, slice(stop, total), starts[end : count + 1] - stop))
+    return tuple(parts)
 
 
 def _gathered(
-    rows: list[int], starts: np.ndarray[Any, np.dtype[np.int32]], device: torch.device
+    rows: np.ndarray[Any, np.dtype[np.int64]], starts: Ends, device: torch.device
 ) -> Part:
-    """Rows that others stand between: they are copied out, and back."""
+    lengths = starts[rows + 1] - starts[rows]
     ends = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([starts[r + 1] - starts[r] for r in rows], out=ends[1:])
-    tokens = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in rows])
-    host_rows = torch.tensor(rows)
-    return Part(_to_device(host_rows, device), host_rows, _to_device(tokens, device), ends)
+    np.cumsum(lengths, out=ends[1:])
+    tokens = np.repeat(starts[rows] - ends[:-1], lengths) + np.arange(ends[-1])
+    there = to_device(torch.from_numpy(np.concatenate([tokens, rows])), device)
+    return Part(there[len(tokens) :], rows, there[: len(tokens)], ends)
 
 
 def _keys(common: Any) -> torch.Tensor:
@@ -220,17 +314,3 @@ def _pick(t: torch.Tensor, index: Index) -> torch.Tensor:
     if index is WHOLE:
         return t
     return t[index] if isinstance(index, slice) else t.index_select(0, index)
-
-
-def _indices(rows: Index) -> Any:
-    """For an array on the host."""
-    return rows if isinstance(rows, slice) else rows.numpy()
-
-
-def _staged(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Where a copy to `device` need not wait: torch keeps the pinned block until it is done."""
-    return t.pin_memory() if device.type == "cuda" else t
-
-
-def _to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return _staged(t, device).to(device, non_blocking=True)

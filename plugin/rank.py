@@ -11,16 +11,19 @@ import multiprocessing.util
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from blasst.kernels.exchange.layout import LAYER_REASONS, RANK, RANK_COUNTERS, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter, free_name
 from blasst.kernels.stats import SkipCounters
 from blasst.kernels.types import Geometry
 from blasst.plugin.log import logger
+from blasst.plugin.metadata import Votes
 from blasst.plugin.stamp import read_stamp
 
 _WARM_UP = ("_v2_", "_warmup_")
@@ -99,41 +102,51 @@ class Rank:
     def rows(
         self,
         req_ids: Sequence[str],
-        tokens: Mapping[str, int],
+        lengths: np.ndarray[Any, Any],
+        total: int,
         drafts: Collection[str],
-    ) -> list[float | None] | None:
-        """Lambda of each batch row, None = vLLM's stock path. None: no row votes.
+    ) -> Votes | None:
+        """The rows that vote; None: no row does. lengths: tokens of each row, `total` together.
 
         What it counts becomes visible with `end_step`. A row of one token is a decode, and so is
         one that verifies draft tokens.
         """
-        counts = self._step = dict.fromkeys(RANK_COUNTERS, 0)
         self._voted = False
-        count = len(req_ids)
-        whole = len(tokens) == count
-        total = sum(tokens.values() if whole else map(tokens.__getitem__, req_ids))
-        if total == count:
-            counts["decode_tokens"] = total
+        if total == len(lengths):
+            self._step = {"decode_tokens": total}
             return None
-        lambdas: list[float | None] = [None] * count
-        prefills, more = 0, total - count
-        # Runners put decodes first: few rows are looked at until all longer ones are found.
-        for row in range(count - 1, -1, -1):
-            if not more:
-                break
+        rows: list[int] = []
+        voting: list[int] = []
+        lambdas: list[float] = []
+        dense = dense_tokens = 0
+        longer = _longer(lengths, total)
+        for row in longer:
             req_id = req_ids[row]
-            n = tokens[req_id]
-            more -= n - 1
-            if n == 1 or req_id in drafts:
+            if req_id in drafts:
                 continue
-            lambdas[row] = skip_lambda = self._lambdas.get(req_id)
-            path = "dense" if skip_lambda is None else "vote"
-            counts[f"prefill_tokens_{path}"] += n
-            counts[f"prefill_requests_{path}"] += 1
-            prefills += n
-        counts["decode_tokens"] = total - prefills
-        self._voted = counts["prefill_requests_vote"] > 0
-        return lambdas if self._voted else None
+            n = int(lengths[row])
+            skip_lambda = self._lambdas.get(req_id)
+            if skip_lambda is None:
+                dense, dense_tokens = dense + 1, dense_tokens + n
+            else:
+                rows.append(row)
+                voting.append(n)
+                lambdas.append(skip_lambda)
+        vote_tokens = sum(voting)
+        self._step = {
+            "prefill_requests_vote": len(rows),
+            "prefill_requests_dense": dense,
+            "prefill_tokens_vote": vote_tokens,
+            "prefill_tokens_dense": dense_tokens,
+            "decode_tokens": total - vote_tokens - dense_tokens,
+        }
+        if not rows:
+            return None
+        self._voted = True
+        count = len(lengths)
+        decodes = len(longer) == len(rows) and total - vote_tokens == count - len(rows)
+        others = None if decodes else lengths.tobytes()
+        return Votes(count, tuple(rows), tuple(voting), lambdas, others)
 
     def end_step(self) -> None:
         """Count the step of the last `rows`: all of its attention is behind us in the stream."""
@@ -200,6 +213,15 @@ class Rank:
                 "the engine as an EngineCoreRequest? (said once, all are counted)",
                 req_id,
             )
+
+
+def _longer(lengths: np.ndarray[Any, Any], total: int) -> list[int]:
+    """Rows of more than one token: mostly the one chunk of a prompt that a step has room for."""
+    longest = int(lengths.argmax())
+    if int(lengths[longest]) - 1 == total - len(lengths):
+        return [longest]
+    found: list[int] = (lengths > 1).nonzero()[0].tolist()
+    return found
 
 
 def _open_page(folder: Path | None, shape: RankShape) -> StatsWriter | None:

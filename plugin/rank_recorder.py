@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from blasst.plugin.metadata import Votes
 from blasst.plugin.stamp import read_stamp
 
 
@@ -39,12 +40,12 @@ class RankRecorder:
             note(new, finished)
 
         def recorded_rows(
-            req_ids: Sequence[str], tokens: Mapping[str, int], drafts: Collection[str]
-        ) -> list[float | None] | None:
-            found: list[float | None] | None = rows(req_ids, tokens, drafts)
-            for req_id, used in zip(req_ids, found or (), strict=False):
-                if used is not None:
-                    write(**{"id": req_id, "lambda": used, "tokens": tokens[req_id]})
+            req_ids: Sequence[str], lengths: Any, total: int, drafts: Collection[str]
+        ) -> Votes | None:
+            found: Votes | None = rows(req_ids, lengths, total, drafts)
+            if found is not None:
+                for row, used in zip(found.rows, found.lambdas, strict=True):
+                    write(**{"id": req_ids[row], "lambda": used, "tokens": int(lengths[row])})
             return found
 
         rank.note, rank.rows = recorded_note, recorded_rows

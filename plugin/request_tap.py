@@ -7,9 +7,9 @@ and logits processors, the public hook, do not run with speculative decoding.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
+from blasst.plugin.metadata import Votes
 from blasst.plugin.patching import Method, wrap_method
 from blasst.plugin.rank import Rank
 from blasst.plugin.rank_setup import set_up_rank
@@ -19,13 +19,12 @@ RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 _ATTRIBUTE = "_blasst_rank"
 
-_rows: Sequence[float | None] | None = None
+_votes: Votes | None = None
 
 
-def current_rows() -> Sequence[float | None] | None:
-    """Lambda of each row of the batch that is being computed; None: no row votes, or no batch is
-    (warm-up, drafts)."""
-    return _rows
+def current_votes() -> Votes | None:
+    """Of the batch that is being computed; None: no row votes, or no batch is (warm-up, drafts)."""
+    return _votes
 
 
 def install() -> None:
@@ -51,7 +50,7 @@ def _set_up(stock: Method) -> Method:
 
 def _follow_step(stock: Method) -> Method:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        global _rows
+        global _votes
         rank: Rank | None = getattr(self, _ATTRIBUTE, None)
         if rank is None:
             return stock(self, scheduler_output, *args, **kwargs)
@@ -59,7 +58,7 @@ def _follow_step(stock: Method) -> Method:
         try:
             return stock(self, scheduler_output, *args, **kwargs)
         finally:
-            _rows = None
+            _votes = None
             rank.end_step()
 
     return execute_model
@@ -67,15 +66,19 @@ def _follow_step(stock: Method) -> Method:
 
 def _read_rows(stock: Method) -> Method:
     def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        global _rows
+        global _votes
         result = stock(self, scheduler_output, *args, **kwargs)
         rank: Rank | None = getattr(self, _ATTRIBUTE, None)
         if rank is not None:
-            # V2 returns its batch, V1 keeps it; both have the ids in row order.
-            batch = result if hasattr(result, "req_ids") else self.input_batch
-            _rows = rank.rows(
-                batch.req_ids[: batch.num_reqs],
-                scheduler_output.num_scheduled_tokens,
+            # V2 returns its batch, V1 keeps it and is given the lengths; ids are in row order.
+            if hasattr(result, "req_ids"):
+                req_ids, lengths = result.req_ids, result.num_scheduled_tokens[: result.num_reqs]
+            else:
+                req_ids, lengths = self.input_batch.req_ids, args[0]
+            _votes = rank.rows(
+                req_ids,
+                lengths,
+                scheduler_output.total_num_scheduled_tokens,
                 scheduler_output.scheduled_spec_decode_tokens,
             )
         return result

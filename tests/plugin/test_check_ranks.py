@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blasst.plugin import check_faults, check_ranks
@@ -102,8 +103,9 @@ def test_the_recorder_writes_what_a_rank_uses(tmp_path: Path) -> None:
     RankRecorder.blasst_record(worker, str(tmp_path))  # type: ignore[arg-type]
     params = SimpleNamespace(extra_args=stamped(None, Stamp(0.5, 7)))
     rank.note([SimpleNamespace(req_id="a", sampling_params=params)], ())
-    assert rank.rows(["a", "b"], {"a": 6, "b": 1}, ()) == [0.5, None]
-    assert rank.rows(["a"], {"a": 1}, ()) is None  # its decodes
+    votes = rank.rows(["a", "b"], np.array([6, 1]), 7, ())
+    assert (votes.rows, votes.lambdas) == ((0,), [0.5])
+    assert rank.rows(["a"], np.array([1]), 1, ()) is None  # its decodes
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("3-1-")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [

@@ -34,8 +34,8 @@ def test_model_runner_v2_tells_who_sits_in_which_row(
     run_script: Script, release: dict[str, str]
 ) -> None:
     found = run_script("runner_v2.py", release)
-    assert found["rows"] == [[None, 0.5, None]]
-    assert found["after"] is None
+    assert found["rows"] == [[3, [1], [0.5]]]
+    assert found["after"]
     assert found["calls_prepare"]
     assert found["sets_up"]
     assert found["first_parameters"] == ["self", "scheduler_output"]
@@ -65,10 +65,13 @@ def check_cuda_forward(found: dict[str, Any]) -> None:
         skips = sum(skipped for _, skipped in batch["counters"])
         assert (skips > 0) == (votes and name != "lambda 0"), name
         assert batch["padding_untouched"], name
+        assert batch["differs"] == [], name  # from what vLLM builds for those rows alone
     # One call of vLLM's kernel for all rows that do not vote, none when all do.
     assert found["chunk at the start of a prompt"]["kernel_tokens"] == []
     assert found["dense chunk and voting chunk"]["kernel_tokens"] == [101]
     assert found["a dense row between voting rows"]["kernel_tokens"] == [200]
+    assert found["decodes around a chunk"]["kernel_tokens"] == [2, 3]
+    assert found["voting rows, then others"]["kernel_tokens"] == [101]
     assert found["nobody votes"]["kernel_tokens"] == [301]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blasst.kernels.exchange.stats import StatsPage, iter_stats
@@ -27,9 +28,18 @@ def new(req_id: str, stamp: Stamp | None = None, pooling: bool = False) -> Any:
 
 
 def step(rank: Rank, tokens: dict[str, int], drafts: tuple[str, ...] = ()) -> Any:
-    rows = rank.rows(list(tokens), tokens, drafts)
+    """Lambda of each row, None where it does not vote; None: no row does."""
+    lengths = np.array(list(tokens.values()), dtype=np.int32)
+    votes = rank.rows(list(tokens), lengths, int(lengths.sum()), drafts)
     rank.end_step()
-    return rows
+    if votes is None:
+        return None
+    assert votes.count == len(tokens)
+    assert list(votes.lengths) == lengths[list(votes.rows)].tolist()
+    others = [n for row, n in enumerate(lengths.tolist()) if row not in votes.rows]
+    assert votes.others == (None if set(others) <= {1} else lengths.tobytes())
+    found = dict(zip(votes.rows, votes.lambdas, strict=True))
+    return [found.get(row) for row in range(len(tokens))]
 
 
 def rank(folder: Path | None = None, shape: RankShape = SHAPE, interval_s: float = 0.05) -> Rank:
@@ -86,7 +96,7 @@ def test_the_last_step_shows_although_no_further_comes(tmp_path: Path) -> None:
     r = rank(tmp_path)
     assert page(tmp_path).arrays["tiles"] == (0,) * 8
     r.note([new("a", Stamp(0.5))], ())
-    r.rows(["a"], {"a": 9}, ())
+    r.rows(["a"], np.array([9]), 9, ())
     r.counters.layer(1)[0] += 7
     time.sleep(0.2)
     assert page(tmp_path).scalar("prefill_tokens_vote") == 0  # not before the step ends
@@ -119,19 +129,22 @@ class Runner:
         self.seen: Any = "nothing"
         self._blasst_rank = rank()
 
-    def prepare(self, scheduler_output: Any) -> Any:
+    def prepare(self, scheduler_output: Any, lengths: Any) -> Any:
         ids = list(scheduler_output.num_scheduled_tokens)
         batch = SimpleNamespace(req_ids=[*ids, "stale"], num_reqs=len(ids))
         if self.returns_batch:
+            batch.num_scheduled_tokens = np.append(lengths, 77)
             return batch
         self.input_batch = batch
         return (1, 2, 3)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> str:
         if scheduler_output.num_scheduled_tokens:
-            self.prepare(scheduler_output)
-        self.seen = request_tap.current_rows()
-        if self.seen == [0.25]:
+            tokens = np.array(list(scheduler_output.num_scheduled_tokens.values()))
+            self.prepare(scheduler_output, tokens)
+        votes = request_tap.current_votes()
+        self.seen = votes and dict(zip(votes.rows, votes.lambdas, strict=True))
+        if self.seen == {0: 0.25}:
             raise RuntimeError("the model failed")
         return "output"
 
@@ -145,6 +158,7 @@ def scheduled(new_requests: list[Any], tokens: dict[str, int]) -> Any:
         scheduled_new_reqs=new_requests,
         finished_req_ids=set(),
         num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
         scheduled_spec_decode_tokens={},
     )
 
@@ -154,13 +168,13 @@ def test_rows_hold_during_the_step_only(returns_batch: bool) -> None:
     runner = Runner(returns_batch)
     output = scheduled([new("a", Stamp(0.5)), new("b", Stamp(None))], {"b": 2, "a": 9})
     assert runner.execute_model(output) == "output"
-    assert runner.seen == [None, 0.5]
-    assert request_tap.current_rows() is None
+    assert runner.seen == {1: 0.5}
+    assert request_tap.current_votes() is None
     runner.execute_model(scheduled([], {}))
     assert runner.seen is None
     with pytest.raises(RuntimeError, match="the model failed"):
         runner.execute_model(scheduled([new("c", Stamp(0.25))], {"c": 3}))
-    assert request_tap.current_rows() is None
+    assert request_tap.current_votes() is None
 
 
 def test_other_engines_in_the_process_are_left_alone() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common import MODEL
@@ -47,6 +49,10 @@ BATCHES = {
     "chunk at the start of a prompt": Batch([Row(500, 0, 0.4)]),
     "dense chunk and voting chunk": Batch([Row(1, 9), Row(100, 50), LONG]),
     "a dense row between voting rows": Batch([LONG, Row(200, 5), Row(33, 600, 0.3)]),
+    "decodes around a chunk": Batch(
+        [Row(1, 40), Row(1, 300), LONG, Row(1, 5), Row(1, 64), Row(1, 9)]
+    ),
+    "voting rows, then others": Batch([Row(33, 600, 0.3), LONG, Row(100, 50), Row(1, 9)]),
     "voting rows first": Batch([LONG, Row(1, 64), Row(1, 65)]),
     "graph padding": Batch([Row(1, 40), LONG], padding=27),
     "heads first in memory": Batch([Row(1, 40), LONG], heads_first=True),
@@ -142,6 +148,21 @@ def made_up(batch: Batch) -> Any:
     return query, cache.transpose(1, 2), common
 
 
+def votes_of(batch: Batch) -> Any:
+    """What a worker says of the batch."""
+    from blasst.plugin.rank import Rank, RankShape
+
+    rank = Rank(RankShape("0", "0", "tiny", 1, KV_HEADS), None, 1.0, "cpu")
+    ids = [str(i) for i in range(len(batch.rows))]
+    rank._lambdas = {
+        i: row.skip_lambda
+        for i, row in zip(ids, batch.rows, strict=True)
+        if row.skip_lambda is not None
+    }
+    lengths = np.array([r.queries for r in batch.rows])
+    return rank.rows(ids, lengths, int(lengths.sum()), ())
+
+
 def run(batch: Batch, config: Any, spec: Any) -> dict[str, Any]:
     import torch
     from vllm.config import set_current_vllm_config
@@ -165,13 +186,12 @@ def run(batch: Batch, config: Any, spec: Any) -> dict[str, Any]:
     problem = Problem(DIM, HEADS, KV_HEADS, batch.dtype, page_size=PAGE, geometry=geometry)
     counters = torch.zeros(KV_HEADS, 2, dtype=torch.int64)
     impl.blasst = LayerVote(plan(problem, batch.impl, impl.scale), counters)
-    lambdas = [r.skip_lambda for r in batch.rows]
-    voting = [v for v in lambdas if v is not None]
-    request_tap._rows = lambdas if voting else None
+    request_tap._votes = votes_of(batch)
     try:
         metadata = builder.build(0, common)
     finally:
-        request_tap._rows = None
+        request_tap._votes = None
+    differs = different_fields(builder, common, metadata)
     if batch.other_table:
         moved = torch.randperm(cache.shape[0])
         cache = cache[moved]
@@ -190,9 +210,37 @@ def run(batch: Batch, config: Any, spec: Any) -> dict[str, Any]:
         **compare(batch, impl.blasst.plan.geometry, (query, cache, common, output)),
         "counters": counters.tolist(),
         "kernel_tokens": calls,
+        "differs": differs,
         "splits": getattr(metadata, "blasst", None) is not None,
         "padding_untouched": bool((output[query.shape[0] - batch.padding :] == 7.0).all()),
     }
+
+
+def different_fields(builder: Any, common: Any, metadata: Any) -> list[str]:
+    """Of each part's metadata, against what vLLM itself builds for its rows alone."""
+    import torch
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    from blasst.plugin.metadata import sub_batch
+
+    split = getattr(metadata, "blasst", None)
+    found = []
+    for part, ours in () if split is None else split.stock:
+        names = ("num_actual_tokens", "max_query_len", "max_seq_len", "query_start_loc")
+        fields = {n: getattr(ours, n) for n in (*names, "seq_lens", "block_table", "slot_mapping")}
+        alone = sub_batch(common, part, fields)
+        rows = range(common.num_reqs)[part.rows] if isinstance(part.rows, slice) else part.host_rows
+        assert alone.seq_lens.tolist() == common.seq_lens[list(rows)].tolist()
+        lengths = common.query_start_loc.diff()[list(rows)]
+        assert alone.query_start_loc.diff().tolist() == lengths.tolist()
+        assert alone.max_query_len == int(lengths.max())
+        theirs = vars(FlashAttentionMetadataBuilder.build(builder, 0, alone, True))
+        assert vars(ours).keys() == theirs.keys()
+        for name, value in theirs.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+            if not same(getattr(ours, name), value):
+                found.append(name)
+    return found
 
 
 def compare(batch: Batch, geometry: Any, made: Any) -> dict[str, Any]:

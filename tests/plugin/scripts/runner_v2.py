@@ -24,6 +24,7 @@ def filled(cls: Any, **values: Any) -> Any:
 
 
 def main() -> None:
+    import numpy as np
     import vllm
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -41,11 +42,14 @@ def main() -> None:
 
     def prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
         ids = sorted(scheduler_output.num_scheduled_tokens)
-        return filled(InputBatch, req_ids=ids, num_reqs=len(ids))
+        lengths = np.array([scheduler_output.num_scheduled_tokens[i] for i in ids])
+        return filled(InputBatch, req_ids=ids, num_reqs=len(ids), num_scheduled_tokens=lengths)
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
         self.prepare_inputs(scheduler_output, None)
-        seen.append(request_tap.current_rows())
+        votes = request_tap.current_votes()
+        assert votes is not None
+        seen.append([votes.count, votes.rows, votes.lambdas])
 
     runner_class.prepare_inputs = prepare_inputs
     runner_class.execute_model = execute_model
@@ -62,6 +66,7 @@ def main() -> None:
             SchedulerOutput,
             scheduled_new_reqs=[request("b", Stamp(0.5)), request("a", Stamp(None))],
             num_scheduled_tokens={"b": 7, "a": 5, "c": 1},
+            total_num_scheduled_tokens=13,
             scheduled_spec_decode_tokens={},
             finished_req_ids=set(),
         )
@@ -70,7 +75,7 @@ def main() -> None:
         {
             "version": vllm.__version__,
             "rows": seen,
-            "after": request_tap.current_rows(),
+            "after": request_tap.current_votes() is None,
             "calls_prepare": "self.prepare_inputs(" in source,
             "first_parameters": signature[:2],
             "sets_up": "initialize_kv_cache" in vars(runner_class),
