@@ -147,3 +147,41 @@ OUT:"""
     done = kernel(body, {}, threads=64).run()
     assert done.clean == clean, done.describe()
     assert clean or "since the last bar.warp.sync" in done.describe()[0]
+
+
+@pytest.mark.parametrize("bytes_", [0, 128])
+def test_bytes_are_expected_without_an_arrival(bytes_: int, kernel: Callable[..., Any]) -> None:
+    body = INIT.format(count=1) + (
+        f" @%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r9], {bytes_};\n"
+        " @%p1 mbarrier.arrive.shared.b64 _, [%r9];\n"
+    )
+    error = kernel(body + WAIT.format(label="W", parity=0), {}).run().error or ""
+    assert ("128 bytes missing" in error) == bool(bytes_)
+
+
+def test_a_test_of_a_phase_does_not_wait(kernel: Callable[..., Any]) -> None:
+    """Before the arrival it is false, after it true; of the phase before, at once."""
+    out = np.zeros(3, np.uint32)
+    ask = " mbarrier.test_wait.parity.shared.b64 %p{n}, [%r9], {parity};\n"
+    body = (
+        INIT.format(count=1)
+        + ask.format(n=3, parity=0)
+        + ask.format(n=4, parity=1)
+        + " bar.warp.sync -1; @%p1 mbarrier.arrive.shared.b64 _, [%r9]; bar.warp.sync -1;\n"
+        + ask.format(n=5, parity=0)
+        + "".join(
+            f" selp.b32 %r{10 + n}, 1, 0, %p{n}; @%p1 st.global.b32 [%q0+{4 * (n - 3)}], "
+            f"%r{10 + n};\n"
+            for n in (3, 4, 5)
+        )
+    )
+    done = kernel(body, {"out": out}).run()
+    assert done.clean, done.describe()
+    assert out.tolist() == [0, 1, 1]
+
+
+def test_an_invalidated_barrier_is_none(kernel: Callable[..., Any]) -> None:
+    body = INIT.format(count=1) + " bar.sync 0; @%p1 mbarrier.inval.shared.b64 [%r9]; bar.sync 0;\n"
+    assert kernel(body, {}).run().clean
+    error = kernel(body + " @%p1 mbarrier.arrive.shared.b64 _, [%r9];", {}).run().error or ""
+    assert "shared+0" in error
