@@ -10,6 +10,7 @@ from blasst.kernels.masks import (
     bind,
     causal,
     document,
+    flex,
     masked_attention,
     pack,
     padding,
@@ -117,6 +118,20 @@ def test_exact_lane_repeats_bit_for_bit(
     mask, tensors = problem()
     first = gradients(mask, tensors, torch.bfloat16, lane="exact")
     for _ in range(REPEATS - 1):
+        again = gradients(mask, tensors, torch.bfloat16, lane="exact")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_exact_lane_keeps_its_bits_when_other_lengths_come() -> None:
+    """The first length is compiled for itself; from the second on, sizes are symbolic."""
+    flex._compiled.cache_clear()
+    mask, tensors = problem()
+    first = gradients(mask, tensors, torch.bfloat16, lane="exact")
+    for length in (640, 1280, 4096):
+        layout = Segments.from_position_ids(torch.arange(length)[None] % 500)
+        other = bind(shared_prefix() & document() & padding(), layout, "cuda")
+        drawn = [torch.randn(1, length, t.shape[2], 128, device="cuda") for t in tensors]
+        gradients(other, drawn, torch.bfloat16, lane="exact")
         again = gradients(mask, tensors, torch.bfloat16, lane="exact")
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 

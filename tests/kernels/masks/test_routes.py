@@ -465,8 +465,9 @@ def test_masked_attention_inside_a_compiled_model() -> None:
 def test_our_kernel_on_a_shard_of_the_queries(order: Order) -> None:
     """Its query positions count in keys; a shard's mask counts its own rows."""
     whole = bind(MASKS["shared prefix"], segments(4, 2, 384))
-    for rank in range(2):
-        mask = shard_mask(whole, Shard(rank, 2, order))
+    mine, other = Shard(0, 2, order), Shard(1, 2, order)
+    for queries, keys in ((mine, None), (other, None), (mine, mine), (mine, other), (other, mine)):
+        mask = shard_mask(whole, queries, keys)
         q, k, v = tensors(5, mask, (4, 2), 64, torch.float32)
         out, lse = run(q, k, v, mask, "blasst")
         expected, expected_lse = run(q, k, v, mask, "eager")
