@@ -19,6 +19,7 @@ EDGES = (
 """(queries, keys) of requests with whole tiles, ragged ends, one row, and no row at all."""
 HEADS = ((130, 400), (40, 300))
 LONG = (256, 2048)
+UNEQUAL = (1000.0, 100.0, 3000.0, 300.0)  # MAGs of requests, again and again
 SEEDS = 3
 
 
@@ -87,12 +88,19 @@ def make(
             for q, k, heads, kv_heads in shapes
         ]
     else:
-        wanted = [
-            Shape(EDGES, mag=mag, mask=mask),
-            Shape(HEADS, num_heads=4, num_kv_heads=2, mag=mag, mask=mask),
-            Shape((LONG,), num_heads=1, mag=mag, mask=mask),
-        ]
+        wanted = defaults(mag, mask, dense)
     return _ours(kernel, wanted, page_size, (dense, own_p))
+
+
+def defaults(mag: float | None, mask: str = "", dense: bool = False) -> list[Shape]:
+    """Seeds of which blocks are skipped, and others if a request had the threshold of another."""
+    unequal = mag if mag is not None or dense else UNEQUAL
+    return [
+        Shape(EDGES, mag=unequal, mask=mask, seed=6),
+        Shape(HEADS, num_heads=4, num_kv_heads=2, mag=unequal, mask=mask, seed=2),
+        Shape((LONG,), num_heads=1, mag=mag if mag is not None or dense else 2500.0, mask=mask,
+            seed=1),
+    ]  # fmt: skip
 
 
 def _ours(kernel: str, wanted: list[Shape], page_size: int, without: tuple[bool, bool]) -> Plan:

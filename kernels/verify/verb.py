@@ -41,7 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "of one request, q heads and kv heads (default 2,1); may be repeated (default: a set "
         "with ragged ends, several tiles, heads and blocks)")  # fmt: skip
     add("--mag", type=_mag, metavar="M", help="threshold of our kernels as lambda = "
-        "2**(-M/1000) (default: one lambda a request, 0.001 to 0.6)")  # fmt: skip
+        "2**(-M/1000) (default: unequal ones of 100 to 3000; with --shape "
+        "lambda is 0.05)")  # fmt: skip
     add("--skip-rate", type=_rate, metavar="R", help="inputs of our kernels of which this share "
         "of blocks is skipped, 0 to 1; needs --shape")  # fmt: skip
     add("--page-size", type=_page, default=0, metavar="N", help="keys a page, a multiple of 16; "

@@ -63,7 +63,7 @@ class Kernel:
 
 def prefill_case(kernel: Kernel, shape: Shape) -> Case:
     """For launchers with the arguments of our prefill kernels."""
-    q, ragged, lambdas = _inputs(kernel, shape)
+    q, ragged, lambdas = prefill_inputs(kernel, shape)
     kv: RaggedKV | PagedKV = paged(ragged, kernel.page_size) if kernel.page_size else ragged
     cu_q = cumulative([n for n, _ in shape.seqlens])
     out = torch.full_like(q, torch.nan)
@@ -109,7 +109,8 @@ def _name(kernel: Kernel, shape: Shape) -> str:
     return ", ".join(parts)
 
 
-def _inputs(kernel: Kernel, shape: Shape) -> tuple[torch.Tensor, RaggedKV, torch.Tensor]:
+def prefill_inputs(kernel: Kernel, shape: Shape) -> tuple[torch.Tensor, RaggedKV, torch.Tensor]:
+    """(q, k and v, skip_lambda) of a shape; page_size of the kernel plays no part."""
     dtype = getattr(torch, kernel.dtype)
     if shape.skip_rate is not None:
         ((queries, keys),) = shape.seqlens
