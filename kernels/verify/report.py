@@ -18,7 +18,11 @@ MISSED_SHOWN = 8
 
 @dataclass
 class CaseReport:
-    """One case under its schedules. digests: different outputs, one when all is well."""
+    """One case under its schedules. digests: different outputs, one when all is well.
+
+    instructions, products, exp2: of one schedule, instructions of a warp. shared_bytes: dynamic
+    shared memory of a thread block. visits: of blocks by tiles, None where nothing counts them.
+    """
 
     name: str
     schedules: int
@@ -27,6 +31,9 @@ class CaseReport:
     blocks: int
     instructions: int
     products: int
+    exp2: int
+    shared_bytes: int
+    visits: int | None
     seconds: float
 
     @property
@@ -35,10 +42,13 @@ class CaseReport:
 
     def line(self) -> str:
         state = "ok" if self.ok else "WRONG"
+        each = ""
+        if self.visits:
+            products, exp2 = self.products / self.visits, self.exp2 / self.visits
+            each = f", a visited block {products:.1f} products and {exp2:.0f} exp2 of warps"
         return (
             f"{state:5} {self.name}: {self.schedules} schedules, {self.blocks} blocks, "
-            f"{self.instructions:,} warp instructions, {self.products} products, "
-            f"{self.seconds:.1f} s"
+            f"{self.instructions:,} warp instructions{each}, {self.seconds:.1f} s"
         )
 
 
@@ -62,6 +72,9 @@ class Report:
         """For people; all_missed: every stretch of instructions that did not run."""
         out = [f"{self.kernel} for {self.arch}", *(f"  {t}" for t in self.witness.describe())]
         out += [f"  PROBLEM: {t}" for t in self.witness.problems()]
+        if self.cases:
+            most = max(case.shared_bytes for case in self.cases)
+            out.append(f"  dynamic shared memory of a block: {most} bytes")
         for case in self.cases:
             out.append(f"  {case.line()}")
             out += [f"        {problem}" for problem in case.problems[:12]]
@@ -139,18 +152,25 @@ def _run_case(
     bench: Workbench, case: Case, seeds: int, races: bool, ran: list[Findings]
 ) -> CaseReport:
     started = time.perf_counter()
+    launch = bench.launch(case)
     digests: dict[str, int] = {}
     problems: list[str] = []
-    steps = products = 0
     for seed in range(seeds):
         verdict = bench.run(case, seed=seed, races=races)
         digests[verdict.digest] = seed
         problems += [f"schedule {seed}: {line}" for line in verdict.describe()]
-        steps, products = verdict.run.steps, verdict.run.products
         ran.append(verdict.run.findings)
-    blocks = len(bench.launch(case).blocks)
-    seconds = time.perf_counter() - started
-    return CaseReport(case.name, seeds, [*digests], problems, blocks, steps, products, seconds)
+    counters = case.outputs.get("counters")
+    return CaseReport(
+        case.name, seeds, [*digests], problems,
+        blocks=len(launch.blocks),
+        instructions=verdict.run.steps,
+        products=verdict.run.products,
+        exp2=coverage(bench.program, ran[-1:]).count("ex2"),
+        shared_bytes=launch.shared_bytes,
+        visits=None if counters is None else int(counters[:, 0].sum()),
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
 
 
 def mutate(

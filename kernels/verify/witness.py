@@ -20,6 +20,7 @@ from blasst.kernels.verify.errors import ToolError
 _SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.M)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 SPILLS = ("LDL", "STL")
+PRODUCTS = ("UTCHMMA", "HGMMA")
 NOT_CODE = (".loc", ".file", "//")
 NAMES_ONLY = (".strtab", ".shstrtab", ".symtab", ".note")
 
@@ -29,7 +30,8 @@ class Witness:
     """registers: a thread's at launch; set_registers: what setmaxnreg asks for, by direction.
 
     stack, local, spills: bytes, bytes and instructions; shared: static bytes; tensor_columns:
-    allocated in tensor memory. sass, ptx: instructions by name.
+    allocated in tensor memory. products, exp2: of the machine code. sass, ptx: instructions by
+    name. fingerprint: of the PTX.
     """
 
     registers: int
@@ -38,6 +40,9 @@ class Witness:
     local: int
     spills: int
     tensor_columns: int
+    products: int
+    exp2: int
+    fingerprint: str
     set_registers: tuple[str, ...]
     sass: Counter[str] = field(repr=False)
     ptx: Counter[str] = field(repr=False)
@@ -61,7 +66,9 @@ class Witness:
             f"spills: {self.spills}, stack {self.stack} bytes, local {self.local} bytes",
             f"static shared memory: {self.shared} bytes; TMEM: {self.tensor_columns} columns",
             f"PTX: {sum(self.ptx.values())} instructions, {products} products, {exp2} exp2",
-            f"SASS: {sum(self.sass.values())} instructions, MUFU {self.sass['MUFU']}",
+            f"SASS: {sum(self.sass.values())} instructions, {self.products} products, "
+            f"{self.exp2} exp2",
+            f"PTX without names and lines: SHA-256 {self.fingerprint[:16]}...",
         ]
 
 
@@ -89,9 +96,8 @@ def witness(artifact: Artifact) -> Witness:
     usage = _USAGE.search(_output("cuobjdump", "-res-usage", str(artifact.cubin)))
     if usage is None:
         raise ToolError("cuobjdump -res-usage printed no register count")
-    sass = Counter(
-        m.split(".")[0] for m in _SASS.findall(_output("nvdisasm", "-c", str(artifact.cubin)))
-    )
+    code = _SASS.findall(_output("nvdisasm", "-c", str(artifact.cubin)))
+    sass = Counter(name.split(".")[0] for name in code)
     instructions = artifact.module.instructions
     limits = {
         f"{'+' if '.inc.' in ins.opcode else '-'}{ins.operands[0]}"
@@ -105,6 +111,9 @@ def witness(artifact: Artifact) -> Witness:
         local=int(usage[4]),
         spills=sum(sass[name] for name in SPILLS),
         tensor_columns=_tensor_columns(artifact),
+        products=sum(sass[name] for name in PRODUCTS),
+        exp2=sum(name.startswith("MUFU.EX2") for name in code),
+        fingerprint=fingerprint(artifact),
         set_registers=tuple(sorted(limits)),
         sass=sass,
         ptx=Counter(ins.opcode for ins in instructions),

@@ -53,7 +53,7 @@ def test_nothing_spills_and_every_product_is_there(config: Config) -> None:
     emulated = sum(2 * plan.emulates(tile, q) for tile, q in quarters)
     assert emulated > 0
     ex2 = sum(n for op, n in found.ptx.items() if op.startswith("ex2"))
-    assert ex2 == paths * 129 - emulated
+    assert ex2 == found.exp2 == paths * 129 - emulated
     votes = sum(n for op, n in found.ptx.items() if "red" in op.split("."))
     assert votes == (paths if config.vote else 0)
 

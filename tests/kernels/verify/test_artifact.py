@@ -42,7 +42,9 @@ def test_witness_reads_the_cubin(dense: Artifact, tools: None) -> None:
     assert found.problems() == []
     assert found.set_registers == ("+240", "-24")
     assert found.sass["HGMMA"] == sum(n for op, n in found.ptx.items() if "wgmma.mma" in op)
-    assert found.sass["MUFU"] > 100
+    assert found.products == found.sass["HGMMA"] > 0
+    assert 100 < found.exp2 < found.sass["MUFU"]
+    assert found.fingerprint == fingerprint(dense)
     assert "spills: 0" in " ".join(found.describe())
 
 

@@ -74,7 +74,11 @@ def test_report_and_timeline(
     assert report["witness"]["tensor_columns"] == 512
     assert report["coverage"]["reached"] > 0.85 * report["coverage"]["total"]
     assert len(report["cases"][0]["digests"]) == 1
-    assert report["cases"][0]["problems"] == []
+    assert len(report["witness"]["fingerprint"]) == 64
+    (case,) = report["cases"]
+    assert case["problems"] == []
+    assert case["shared_bytes"] == 232448
+    assert case["exp2"] > 4 * 128 * 8
     assert "cycles in the model" in out.err
     drawn = picture.read_text()
     for lane in ("0 softmax 0", "12 mma", "14 load"):
