@@ -178,6 +178,10 @@ def _no_compiler(stack: ExitStack) -> None:
     import cutlass.cute
     from cutlass.base_dsl.common import DSLRuntimeError
 
+    # A kernel that an earlier start has kept would need no compiler.
+    empty = stack.enter_context(tempfile.TemporaryDirectory(prefix="blasst-no-kernels-"))
+    os.environ["XDG_CACHE_HOME"] = empty
+
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise DSLRuntimeError("planted: ptxas ended with 255")
 
