@@ -1,12 +1,13 @@
 """NVIDIA's own generators of the package nvidia-long-context-eval, run as they are.
 
 `PACKAGE_FOLDER OUT TOKENIZER COUNT WORDS TASK:LENGTH...` makes samples, `PACKAGE_FOLDER evaluate
-PREDICTIONS` scores answers. Stand-ins replace what needs a download or is not installed: NLTK's
-splitter (package punkt), scipy's zeta, tenacity (hosted tokenizers only), pandas (prints tables).
+PREDICTIONS` scores answers. Stand-ins replace what is not installed: NLTK's splitter (our own cut,
+which test_official.py compares with NLTK's), scipy's zeta, tenacity, pandas (prints tables).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import runpy
 import sys
@@ -31,7 +32,6 @@ def module(name: str, **contents: Any) -> None:
 
 
 def stand_ins(words: int) -> None:
-    import punkt
     import wonderwords.random_word as source
     from transformers import AutoTokenizer  # before a stand-in for scipy makes it look for more
 
@@ -40,8 +40,11 @@ def stand_ins(words: int) -> None:
     def decorator(*args: Any, **kwargs: Any) -> Any:
         return lambda function: function
 
-    module("nltk")
-    module("nltk.tokenize", sent_tokenize=punkt.sent_tokenize)
+    if importlib.util.find_spec("nltk") is None:
+        from blasst.evals.official.sentences import cut
+
+        module("nltk")
+        module("nltk.tokenize", sent_tokenize=cut)
     module("scipy")
     module("scipy.special", zeta=zeta)
     names = ("stop_after_attempt", "wait_fixed", "wait_random")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import random
 import subprocess
@@ -21,6 +22,7 @@ from blasst.evals.errors import EvalsError, InputError
 from blasst.evals.official.common import Count, Request
 from blasst.evals.official.encode import generate_official, program_limit
 from blasst.evals.official.samples import Materials, official_samples
+from blasst.evals.official.sentences import cut
 from blasst.evals.prompts import PromptEncoder
 from blasst.evals.tasks import task_named, tasks
 from blasst.evals.wordlists import KeyList, WordLists
@@ -116,6 +118,22 @@ def test_with_whole_word_lists_too(
     case: str, full_lists: Path, materials: Materials, count: Count
 ) -> None:
     compare(case, full_lists, materials, count)
+
+
+def test_essays_are_cut_as_by_nltk(materials: Materials) -> None:
+    """The digest is that of NLTK 3.10.4 with its own data (punkt_tab), made with that program."""
+    words = materials.essay.words
+    found = materials.essay.first(len(words))
+    digest = hashlib.sha256("\n".join(found).encode()).hexdigest()
+    assert len(found) == 31_395
+    assert digest == "ad419a7bc7f114fa89c8c885aa6f25434b6a931d2f9480e0776e581c16993aa3"
+    assert cut("A long word. ... I do. He left ... And none. ...") == [
+        "A long word.",
+        "...",
+        "I do.",
+        "He left ... And none.",
+        "...",
+    ]
 
 
 @given(st.lists(st.text("ab-", max_size=4)), st.lists(st.text("ab-", max_size=4), min_size=1))
