@@ -11,8 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,35 @@ class Server:
 
 @contextmanager
 def served(args: Any, state: Path, log: Path) -> Iterator[Server]:
-    """A server with args.tp, .dp, .dtype, .chunk, .graphs and .ready_s; ended with its children."""
+    """A server with args.tp, .dp, .nodes, .dtype, .chunk, .graphs and .ready_s; ended with its
+    children. nodes: so many of vLLM's nodes, all of them on this host; the first one listens."""
+    port = free_port()
+    command, env = _command(args, port), _environment(state)
+    # `timeout` and the like must not leave a server behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with ExitStack() as stack:
+        processes = []
+        for node in range(args.nodes):
+            own = log if node == 0 else log.with_suffix(f".node{node}.log")
+            out = stack.enter_context(open(own, "wb"))
+            process = subprocess.Popen(
+                [*command, *_of_node(args, node)],
+                env=env | _of_shared_gpus(args, node),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(_end, process)
+            processes.append(process)
+        server = Server(f"http://127.0.0.1:{port}", Path(args.model), log)
+        _wait_until_ready(server, processes, args.ready_s)
+        yield server
+
+
+def _command(args: Any, port: int) -> list[str]:
     from blasst.plugin.bench_engines import GRAPHS, on_cpu
 
-    port, cpu = free_port(), on_cpu()
+    cpu = on_cpu()
     eager = cpu or args.graphs == "eager"
     options = {
         "served-model-name": NAME,
@@ -94,6 +119,10 @@ def served(args: Any, state: Path, log: Path) -> Iterator[Server]:
         "host": "127.0.0.1",
         "port": port,
     }
+    if args.nodes > 1:
+        options |= {"nnodes": args.nodes, "master-addr": "127.0.0.1", "master-port": free_port()}
+        options |= {"data-parallel-address": "127.0.0.1", "data-parallel-rpc-port": free_port()}
+        options |= {"distributed-executor-backend": "mp"}
     if not cpu:
         options |= {"gpu-memory-utilization": 0.05, "kv-cache-memory-bytes": KV_BYTES}
     if not eager:
@@ -101,8 +130,11 @@ def served(args: Any, state: Path, log: Path) -> Iterator[Server]:
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(args.model)]
     command += [f"--{name}={value}" for name, value in options.items()]
     # vLLM's own reduction among GPUs wants links that not every host has.
-    command += [*["--enforce-eager"] * eager, *["--disable-custom-all-reduce"] * (not cpu)]
-    env = {
+    return [*command, *["--enforce-eager"] * eager, *["--disable-custom-all-reduce"] * (not cpu)]
+
+
+def _environment(state: Path) -> dict[str, str]:
+    return {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -110,20 +142,18 @@ def served(args: Any, state: Path, log: Path) -> Iterator[Server]:
         "VLLM_BLASST_MIN_CONTEXT": "1",
         "VLLM_BLASST_STATS_INTERVAL_S": "0.1",
     }
-    # `timeout` and the like must not leave a server behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with (
-        open(log, "wb") as out,
-        subprocess.Popen(
-            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        ) as process,
-    ):
-        server = Server(f"http://127.0.0.1:{port}", Path(args.model), log)
-        try:
-            _wait_until_ready(server, process, args.ready_s)
-            yield server
-        finally:
-            _end(process)
+
+
+def _of_node(args: Any, node: int) -> list[str]:
+    ranked = [f"--node-rank={node}"] if args.nodes > 1 else []
+    return [*ranked, *["--headless"] * (node > 0)]
+
+
+def _of_shared_gpus(args: Any, node: int) -> dict[str, str]:
+    """NCCL refuses two ranks on one GPU unless it takes their hosts for two."""
+    if args.nodes == 1:
+        return {}
+    return {"NCCL_HOSTID": f"blasst-node-{node}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def free_port() -> int:
@@ -133,11 +163,15 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], seconds: float) -> None:
+def _wait_until_ready(
+    server: Server, processes: Sequence[subprocess.Popen[bytes]], seconds: float
+) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if process.poll() is not None:
-            raise ServerError(f"it ended with {process.returncode}\n{_tail(server.log)}")
+        for node, process in enumerate(processes):
+            if process.poll() is not None:
+                what = f"node {node}" if len(processes) > 1 else "it"
+                raise ServerError(f"{what} ended with {process.returncode}\n{_tail(server.log)}")
         try:
             server.text("/health")
         except OSError:

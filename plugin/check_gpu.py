@@ -140,8 +140,10 @@ class _Check:
                 self.answers(engines["stock"], [p]) != self.answers(engines["ours"], [p], **extra)
                 for p in self.short[:alone]
             )
+        # What sums in no fixed order (vLLM's kernels of adapters do) differs from run to run.
+        noise = 2 * differ["stock again"]
         return {
-            "held": differ["no threshold"] == 0 and visited > 0 and skipped == 0,
+            "held": differ["no threshold"] <= noise and visited > 0 and skipped == 0,
             "differ": differ,
             "prompts": len(stock),
             "prompts one by one": alone,

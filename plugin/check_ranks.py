@@ -41,6 +41,7 @@ class Found:
 
     tp: int
     dp: int
+    nodes: int = 1
     start_s: float = 0.0
     prompt_tokens: int = 0
     answers: list[list[int]] = field(default_factory=list)
@@ -67,6 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("model", help="a Hugging Face folder with its tokenizer")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     add("--dp", type=int, default=1, help="data-parallel engines (default: 1)")
+    add(
+        "--nodes",
+        type=int,
+        default=1,
+        help="of vLLM, all on this host, which then may share its GPUs (default: 1)",
+    )
     add("--requests", type=int, default=100, help="of each part (default: 100)")
     add("--tokens", type=int, default=3000, help="of the longest prompt (default: 3000)")
     add("--prompts", type=Path, help="JSONL of `blasst ruler generate`, instead of random ids")
@@ -84,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = no_model_reason(args.model)
     if reason is None and args.prompts is not None and not args.prompts.is_file():
         reason = f"{args.prompts} does not exist"
+    if reason is None and (args.nodes < 1 or args.tp * args.dp % args.nodes):
+        reason = f"{args.tp * args.dp} ranks cannot be spread evenly over --nodes {args.nodes}"
     if reason is None and not args.out.absolute().parent.is_dir():
         reason = f"the folder of {args.out} does not exist"
     if reason is not None:
@@ -100,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> Found:
-    found = Found(args.tp, args.dp)
+    found = Found(args.tp, args.dp, args.nodes)
     prompts = _prompts(args)
     found.prompt_tokens = sum(map(len, prompts))
     with tempfile.TemporaryDirectory(prefix="blasst-ranks-", ignore_cleanup_errors=True) as name:
@@ -227,7 +236,8 @@ def summary(found: Mapping[str, Any]) -> str:
     visited, skipped = (sum(column) for column in zip(*found["tiles"], strict=True))
     live = {r for r in found["stamped"] if "live-" in r}
     return (
-        f"tp {found['tp']}, dp {found['dp']}: ready after {found['start_s']:.0f} s; "
+        f"tp {found['tp']}, dp {found['dp']}, nodes {found['nodes']}: "
+        f"ready after {found['start_s']:.0f} s; "
         f"{len(found['answers'])} requests of {found['prompt_tokens']} tokens, "
         f"{skipped} of {visited} tiles skipped ({skipped / max(visited, 1):.2%})\n"
         f"{len(found['written'])} changes met by {len(live)} requests under "

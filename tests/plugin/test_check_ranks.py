@@ -23,6 +23,7 @@ from blasst.plugin.stamp import Stamp, stamped
 GOOD: dict[str, Any] = {
     "tp": 2,
     "dp": 1,
+    "nodes": 1,
     "start_s": 1.0,
     "prompt_tokens": 30,
     "answers": [[1, 2], [3, 4]],
@@ -146,9 +147,15 @@ def test_unknown_faults_and_missing_models_are_bad_usage(
             check_faults.main([*command, "--out", str(tmp_path / "out")])
         assert stopped.value.code == 2
         assert reason in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        check_ranks.main(["serve", "none", "--out", str(tmp_path / "out")])
-    assert stopped.value.code == 2
+    out = ["--out", str(tmp_path / "out")]
+    for command, reason in (
+        (["none"], "none holds no config.json"),
+        ([str(tmp_path), "--tp", "2", "--nodes", "3"], "2 ranks cannot be spread evenly over"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            check_ranks.main(["serve", *command, *out])
+        assert stopped.value.code == 2
+        assert reason in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
