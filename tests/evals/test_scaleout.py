@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -211,7 +212,7 @@ def test_the_verbs_from_samples_to_a_recommendation(
 ) -> None:
     _, urls = two
     file, out = tmp_path / "s.jsonl", tmp_path / "r.jsonl"
-    write_samples(file, iter(samples))
+    write_samples(file, (replace(s, data=f"{s.task}.json: made up, sha256 0") for s in samples))
     argv = ["ruler", "run", "--samples", str(file), "--out", str(out), "--mag", "dense", "1000"]
     argv += ["--settle", "1", "--url", *urls, "--sidecar", *urls]
     assert main([*argv, "--dry-run"]) == 0
@@ -219,6 +220,8 @@ def test_the_verbs_from_samples_to_a_recommendation(
     assert not out.exists()
     assert main(argv) == 0
     assert len(answers(out)) == 2 * (4 + 4)
+    texts = collect(read_results(out)).plan["data"]
+    assert texts["niah_single_2.json"] == texts["vt.json"] == "made up, sha256 0"
     capsys.readouterr()
     assert main(["ruler", "verdict", str(out), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["outcome"] == "INCONCLUSIVE"
