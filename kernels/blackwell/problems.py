@@ -21,6 +21,7 @@ CORNERS = (
     Shape(((100, 300), (300, 200)), num_heads=1),
     Shape(((256, 544),), mag=1000, seed=55),
 )
+FEW_MASKED = ((0, 7), (5, 5), (130, 300))
 MASKED_EDGES = ((256, 640), (130, 300), (5, 5), (0, 7), (257, 384))
 EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (3, 0), (1, 1), (129, 300), (255, 257))
 UNEQUAL = (1000, 100, 3000, 300)  # MAGs of requests: a kernel that takes another's skips otherwise
@@ -132,22 +133,22 @@ class Mutated:
 def mutated() -> list[Mutated]:
     """Every kind of build. What one problem does not reach or notice, another one may."""
     small = Shape(((200, 400), (64, 64)), num_heads=1)
-    edges = Shape(EDGES, mag=UNEQUAL, seed=1)
-    votes = (small, *CORNERS, SKIPPING, edges)
+    few = Shape(((0, 5), (3, 0), (1, 1), (129, 300)), num_heads=1, mag=UNEQUAL, seed=1)
+    votes = (few, small, *CORNERS, SKIPPING)
     masks = tuple(
-        Shape(((256, 640), (130, 300)), mask=mask, mag=500.0)
+        Shape(((256, 640), (130, 300)), num_heads=1, mask=mask, mag=500.0)
         for mask in ("random blocks", "blind rows", "blind tiles")
     )
-    masks += (Shape(MASKED_EDGES, mask="strip_history_thinking"),)
-    items = (Shape(((512, 640), (130, 300)), num_heads=1, mag=2500, seed=DIVERSE), edges)
+    masks = (Shape(FEW_MASKED, num_heads=1, mask="strip_history_thinking"), *masks)
+    items = Shape(((512, 640), (130, 300)), num_heads=1, mag=2500, seed=DIVERSE)
     paged = replace(VOTING, page_size=16, head_dim=64, dtype="float16")
     return [
         Mutated("vote", VOTING, votes),
         Mutated("vote, own P", replace(VOTING, cross_p=False), votes),
         Mutated("vote, not causal", replace(VOTING, causal=False), votes),
-        Mutated("dense", DENSE, (small, CORNERS[0], edges)),
+        Mutated("dense", DENSE, (replace(few, mag=None), small, CORNERS[0])),
         Mutated("pages of 16, head_dim 64, float16", paged, votes),
         Mutated("masks", MASKED, masks),
-        Mutated("staying", STAYING, (*items, *votes)),
+        Mutated("staying", STAYING, (few, items, CORNERS[1], SKIPPING)),
         Mutated("staying, masks", replace(STAYING, block_mask=True), masks),
     ]

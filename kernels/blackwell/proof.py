@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blasst.kernels.blackwell import proved
 from blasst.kernels.blackwell.config import ROWS, Config
 from blasst.kernels.blackwell.problems import Part, parts
 from blasst.kernels.verify.build import build
@@ -77,6 +78,16 @@ def _bench(config: Config) -> Workbench:
 def compiled(config: Config) -> tuple[Config, str]:
     """The config and the fingerprint of its PTX; the build is in the cache afterwards."""
     return config, fingerprint(build(blackwell.subject(config).recipe))
+
+
+def differing(kernels: dict[Config, str]) -> Iterator[str]:
+    """A line for each build whose PTX is not the one that `proved` names."""
+    names = {part.config: part.name for part in reversed(parts())}
+    for config, ptx in kernels.items():
+        name = names[config]
+        known = proved.PTX.get(name, "nothing")
+        if known != ptx[: len(known)]:
+            yield f"{name}: the PTX is {ptx[:32]}, but {known} was proved; run the proof"
 
 
 def run(task: Task) -> Row:
@@ -200,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if outcome.whole or outcome.wrong:
             print(outcome, flush=True)
     outcomes = list(proof.outcomes())
-    print("\n".join(table(outcomes)))
+    print("\n".join([*table(outcomes), *differing(kernels)]))
     bad = [o for o in outcomes if not o.ok]
     print(f"{len(bad)} wrong or not finished" if bad else "all right")
     return int(bool(bad))

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import blasst.kernels
+from blasst.kernels.blackwell import proved
 from blasst.kernels.blackwell.config import CROSS, Config
 from blasst.kernels.blackwell.problems import DENSE, MASKED, VOTING
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
 from blasst.kernels.blackwell.edges import EDGES
+from blasst.kernels.blackwell.proof import compiled, differing
 from blasst.kernels.cute.exponential import POLYNOMIAL, SMALLEST
 from blasst.kernels.verify.ablate import ablate
 from blasst.kernels.verify.build import Artifact, build, compile_in_process
@@ -27,6 +29,7 @@ KERNELS = Path(blasst.kernels.__file__).parent
 
 
 VOTE_WORDS = ("send_vote", "barrier_cta_red", "config.vote", "config.count", "atomic_add")
+OWN_P = replace(VOTING, cross_p=False)
 MASK_WORDS = ("visit_listed", "visits_at", "codes_ahead", "hide(", "config.block_mask")
 
 
@@ -36,7 +39,7 @@ def artifact(config: Config) -> Artifact:
 
 @pytest.mark.parametrize(
     "config",
-    [VOTING, DENSE, replace(VOTING, cross_p=False), MASKED],
+    [VOTING, DENSE, OWN_P, MASKED],
     ids=["vote", "dense", "own P", "masks"],
 )
 def test_nothing_spills_and_every_product_is_there(config: Config) -> None:
@@ -56,6 +59,21 @@ def test_nothing_spills_and_every_product_is_there(config: Config) -> None:
     assert ex2 == found.exp2 == paths * 129 - emulated
     votes = sum(n for op, n in found.ptx.items() if "red" in op.split("."))
     assert votes == (paths if config.vote else 0)
+
+
+@pytest.mark.parametrize("config", [VOTING, DENSE, OWN_P, MASKED])
+def test_the_ptx_is_the_one_that_was_proved(config: Config) -> None:
+    """Else the table of docs/measurements/sm100-proof.md is of another kernel."""
+    assert list(differing(dict([compiled(config)]))) == []
+
+
+def test_another_ptx_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(proved.PTX, "vote", "0" * 32)
+    (line,) = differing({VOTING: "1" * 64})
+    assert line.startswith(f"vote: the PTX is {'1' * 32}, but {'0' * 32} was proved")
+    monkeypatch.delitem(proved.PTX, "vote")
+    (line,) = differing({VOTING: "1" * 64})
+    assert "but nothing was proved" in line
 
 
 def exponentials_before_the_window(config: Config) -> list[int]:
