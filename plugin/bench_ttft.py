@@ -336,7 +336,34 @@ def markdown(cells: Sequence[Cell], where: dict[str, Any]) -> str:
             f"| {c.tokens} | {c.batch} | {c.contender} | {skipped} | {1e3 * c.ttft_s:.1f} | "
             f"{c.over_stock:.3f} | {mean} | {len(c.times_s)} |"
         )
+    lines += ["", "| prompt | at once | a vote costs no time from | best |", "|--:|--:|--:|---|"]
+    for (tokens, batch), points in _votes(cells).items():
+        rate, ratio = min(points, key=lambda p: p[1])
+        best = f"{ratio - 1:+.1%} at {rate:.0%} skipped"
+        lines.append(f"| {tokens} | {batch} | {break_even(points)} | {best} |")
     return "\n".join(lines) + "\n"
+
+
+def break_even(points: Sequence[tuple[float, float]]) -> str:
+    """The skip rate from which time to first token is not above stock. points: (skip rate, time
+    over stock), ascending; between two of them the line is taken."""
+    above = [i for i, (_, ratio) in enumerate(points) if ratio > 1]
+    if not above:
+        return f"{points[0][0]:.0%}"
+    if above[-1] + 1 == len(points):
+        return f"none up to {points[-1][0]:.0%}"
+    (x0, y0), (x1, y1) = points[above[-1] : above[-1] + 2]
+    return f"{x0 + (y0 - 1) / (y0 - y1) * (x1 - x0):.0%}"
+
+
+def _votes(cells: Sequence[Cell]) -> dict[tuple[int, int], list[tuple[float, float]]]:
+    """(skip rate, time over stock) of the cells that vote, by size."""
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for c in cells:
+        if c.skip_rate is not None:
+            ratio = c.mean_over_stock if c.batch > 1 else c.over_stock
+            found.setdefault((c.tokens, c.batch), []).append((c.skip_rate, ratio))
+    return {size: sorted(points) for size, points in found.items()}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from blasst.kernels.testing import DialOptions, dialled_inputs, low_blocks
 from blasst.kernels.types import Geometry
 from blasst.plugin.bench_plot import svg
-from blasst.plugin.bench_ttft import Cell, contenders, markdown, sizes
+from blasst.plugin.bench_ttft import Cell, break_even, contenders, markdown, sizes
 from blasst.plugin.bench_ttft import main as bench_ttft
 
 Environment = Callable[[Mapping[str, str]], dict[str, str]]
@@ -49,11 +49,27 @@ def test_the_table_shows_ratios_and_skip_rates() -> None:
     ]
     lines = markdown(cells, where).splitlines()
     assert lines[0].endswith("chunks of 512 tokens, pages of the default size")
-    assert lines[-2] == "| 4096 | 1 | stock |  | 100.0 | 1.000 | | | 2 |"
-    assert lines[-1] == "| 4096 | 2 | ours, skip 50% | 49.8% | 82.5 | 0.825 | 60.0 | 0.900 | 3 |"
+    assert lines[4] == "| 4096 | 1 | stock |  | 100.0 | 1.000 | | | 2 |"
+    assert lines[5] == "| 4096 | 2 | ours, skip 50% | 49.8% | 82.5 | 0.825 | 60.0 | 0.900 | 3 |"
+    assert lines[-1] == "| 4096 | 2 | 50% | -10.0% at 50% skipped |"
     picture = svg(cells)
     assert "4096 tokens x 2" in picture
     assert picture.count("<circle") == 1  # stock has no skip rate
+
+
+@pytest.mark.parametrize(
+    ("points", "wanted"),
+    [
+        ([(0.0, 0.98), (0.5, 0.9)], "0%"),
+        ([(0.0, 1.02), (0.5, 0.98)], "25%"),
+        ([(0.0, 1.02), (0.4, 0.99), (0.6, 1.01), (0.8, 0.97)], "65%"),
+        ([(0.0, 1.02), (0.95, 1.01)], "none up to 95%"),
+    ],
+)
+def test_a_vote_pays_where_the_line_crosses_stock(
+    points: list[tuple[float, float]], wanted: str
+) -> None:
+    assert break_even(points) == wanted
 
 
 def test_sizes_are_lengths_times_batches_and_more() -> None:
