@@ -112,8 +112,11 @@ def write_llama(folder: Path, dtype: str, **changes: Any) -> Path:
 LORA_RANK = 8
 
 
-def write_lora(folder: Path, model: Path) -> None:
-    """A random adapter of q and v for a Llama; large enough to change its answers."""
+LORA_NOISE = 0.2
+
+
+def write_lora(folder: Path, model: Path, deviation: float = LORA_NOISE) -> None:
+    """A random adapter of q and v for a Llama; deviation: standard, of its entries."""
     import torch
     from safetensors.torch import save_file
 
@@ -128,7 +131,7 @@ def write_lora(folder: Path, model: Path) -> None:
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             for part, shape in (("A", (LORA_RANK, hidden)), ("B", (out, LORA_RANK))):
                 noise = torch.randn(shape, generator=generator)
-                tensors[f"{at}.lora_{part}.weight"] = 0.2 * noise
+                tensors[f"{at}.lora_{part}.weight"] = deviation * noise
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(

@@ -27,6 +27,7 @@ from blasst.kernels.exchange.layout import RANK
 from blasst.kernels.exchange.stats import iter_stats
 from blasst.plugin.bench_engines import (
     ENVIRONMENT,
+    LORA_NOISE,
     LORA_RANK,
     STATS_INTERVAL_S,
     make_engine,
@@ -55,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: vLLM's choice)")
     add("--options", type=json.loads, default={}, metavar="JSON", help="of both engines")
     add("--lora", action="store_true", help="every request uses a random LoRA adapter")
+    add(
+        "--lora-noise",
+        type=float,
+        default=LORA_NOISE,
+        help=f"standard deviation of its entries (default: {LORA_NOISE})",
+    )
     add("--kv-gib", type=float, default=4, help="cache of each engine (default: 4)")
     add("--dtype", default="bfloat16")
     add("--max-tokens", type=int, default=8, help="of an answer (default: 8)")
@@ -72,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="blasst-check-", ignore_cleanup_errors=True) as folder:
         os.environ["VLLM_BLASST_STATE_DIR"] = folder
         if args.lora:
-            write_lora(Path(folder) / "lora", Path(args.model))
+            write_lora(Path(folder) / "lora", Path(args.model), args.lora_noise)
         held = _Check(args, Path(folder)).run()
     return 0 if held else 1
 
