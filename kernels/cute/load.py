@@ -73,6 +73,7 @@ def load_blocks(
     """
     loader, kv_head, pages = place
     windows = config.windows // ring.peers
+    each_alone = windows if source.box is None else 0
     first, mask = 0, None
     if cutlass.const_expr(ring.peers > 1):
         first = cute.arch.block_in_cluster_idx()[0] * windows
@@ -94,13 +95,21 @@ def load_blocks(
         next_page = Int32(0)
         if cutlass.const_expr(pages is not None):
             next_page = read_pages(config, pages, tile, next_n)
+        boxes: list[tuple[Any, Int32]] = []
+        if cutlass.const_expr(source.box is not None):
+            # All that needs no empty stage is done before it is awaited.
+            parts = [first + share for share in range(loader, windows, config.loaders)]
+            boxes = [(part, page_of(page, part)) for part in parts]
         barrier = ring.acquire(visit)
         trace.mark(Step.WAIT_EMPTY, visit)
         if cutlass.const_expr(pages is not None and config.stops_at_bad_pages):
             # TMA would bring zeros for a page that is not there, and nobody would know.
             fault_unless_below(page, cute.size(source.coordinates, mode=[3]))
         stage = smem[None, None, ring.stage(visit)]
-        for share in cutlass.range_constexpr(loader, windows, config.loaders):
+        if cutlass.const_expr(source.box is not None):
+            left = tile.seqlen_k - n * config.tile_n
+            copy_pages(config, source, boxes, (kv_head, left), stage, (barrier, mask))
+        for share in cutlass.range_constexpr(loader, each_alone, config.loaders):
             part = first + share
             offset = n * config.tile_n + part * config.window
             key = cutlass.min(offset, tile.seqlen_k - 1)
@@ -110,9 +119,9 @@ def load_blocks(
                 rows = window(source.coordinates, tile.key_start + key, valid, (kv_head,))
                 copy_window(source.atom, rows, target, barrier, mask)
             else:
-                at = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, part))
-                from_page = (kv_head, key % config.page_size, at)
-                copy_from_page(config, source, (from_page, valid), target, barrier, mask)
+                at = (kv_head, page_of(page, part))
+                rows = window(source.coordinates, key % config.page_size, valid, at)
+                copy_window(source.atom, rows, target, barrier, mask)
         trace.mark(Step.LOAD, visit)
         page = next_page
         if cutlass.const_expr(config.block_mask):
@@ -138,37 +147,47 @@ def fault_unless_below(page: Int32, pages: Int32, *, loc=None, ip=None) -> None:
 
 
 @cute.jit
-def copy_from_page(
+def copy_pages(
     config: cutlass.Constexpr[Any],
     source: Source,
-    place: tuple[tuple[Int32, Int32, Int32], Int32],
-    target: cute.Tensor,
-    barrier: cute.Pointer,
-    mask: Any,
+    boxes: list[tuple[Any, Int32]],
+    place: tuple[Int32, Int32],
+    stage: cute.Tensor,
+    arrival: tuple[cute.Pointer, Any],
 ) -> None:
-    """place: (kv head, row, page), valid rows of the window.
+    """Windows that are a page each. boxes: (window of the block, page); place: kv head, keys that
+    are left from the block's first one on; arrival: barrier, mask of copy_window.
 
-    With boxes, all rows in one copy if they are valid, else in windows of 8 rows: each of them
-    needs a valid row of its own.
+    A block of which all keys are there takes one copy a page, one behind the other without a
+    branch. Else windows of 8 rows: each needs a valid row of its own.
     """
-    (kv_head, row, page), valid = place
-    if cutlass.const_expr(source.box is None):
-        rows = window(source.coordinates, row, valid, (kv_head, page))
-        copy_window(source.atom, rows, target, barrier, mask)
-    else:
-        atom, coordinates, head_stride = source.box
-        shape, stride = box_layout(config.window, config.head_dim)
-        if valid == config.window:
+    kv_head, left = place
+    atom, coordinates, head_stride = source.box
+    shape, stride = box_layout(config.window, config.head_dim)
+    if left >= config.tile_n:
+        for part, page in boxes:
+            target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
             whole = cute.make_tensor(target.iterator, cute.make_layout(shape, stride=stride))
-            at = box(coordinates, kv_head * head_stride, row, page, shape)
-            copy_window(atom, at, whole, barrier, mask)
-        else:
-            for part in cutlass.range_constexpr(config.window // ATOM_ROWS):
-                first = cutlass.min(part * ATOM_ROWS, valid - 1)
-                count = cutlass.max(1, cutlass.min(valid - part * ATOM_ROWS, ATOM_ROWS))
-                rows = window(source.coordinates, row + first, count, (kv_head, page))
-                eight = cute.local_tile(target, (ATOM_ROWS, config.head_dim), (part, 0))
-                copy_window(source.atom, rows, eight, barrier, mask)
+            at = box(coordinates, kv_head * head_stride, Int32(0), page, shape)
+            copy_window(atom, at, whole, *arrival)
+    else:
+        for part, page in boxes:
+            target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
+            # A window without any key gets the request's last one, whose page it has.
+            begin = cutlass.min(part * config.window, left - 1)
+            valid = cutlass.max(1, cutlass.min(left - part * config.window, config.window))
+            for eight in cutlass.range_constexpr(config.window // ATOM_ROWS):
+                first = cutlass.min(eight * ATOM_ROWS, valid - 1)
+                count = cutlass.max(1, cutlass.min(valid - eight * ATOM_ROWS, ATOM_ROWS))
+                at = begin % config.window + first
+                rows = window(source.coordinates, at, count, (kv_head, page))
+                part_of = cute.local_tile(target, (ATOM_ROWS, config.head_dim), (eight, 0))
+                copy_window(source.atom, rows, part_of, *arrival)
+
+
+def page_of(pages: Int32, window: Int32) -> Int32:
+    """Of what read_pages returned, for one window; of the whole warp."""
+    return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, window))
 
 
 @cute.jit
