@@ -83,9 +83,9 @@ def parse(text: str) -> Module:
     if len(entries) != 1:
         raise VerifyError(f"the PTX has {len(entries)} entries; give one kernel at a time")
     entry = entries[0]
-    head_end = text.index(")", entry.end())
+    head_end = _find(text, ")", entry.end())
     target = re.search(r"\.target\s+(\w+)", text)
-    body_start = text.index("{", head_end) + 1
+    body_start = _find(text, "{", head_end) + 1
     head = _blank_comments(text[entry.end() : head_end])
     parameters = [
         Parameter(m[2], BYTES[m[1].lstrip("bfsu")] * int(m[3] or 1))
@@ -96,6 +96,14 @@ def parse(text: str) -> Module:
     files = {int(m[1]): m[2].rsplit("/", 1)[-1] for m in _FILE.finditer(text)}
     _Body(module, _blank_comments(text), body_start, files).read()
     return module
+
+
+def _find(text: str, mark: str, start: int) -> int:
+    at = text.find(mark, start)
+    if at < 0:
+        line = text.count("\n", 0, start) + 1
+        raise VerifyError(f"the PTX ends without {mark!r} after line {line}")
+    return at
 
 
 def _blank_comments(text: str) -> str:
@@ -150,7 +158,7 @@ class _Body:
             self.module.labels[label[1], scope] = len(self.module.instructions)
             self.at = label.end()
             return True
-        end = text.index(";", self.at)
+        end = _find(text, ";", self.at)
         statement = " ".join(text[self.at : end].split())
         if statement.startswith("."):
             self._declare(statement)

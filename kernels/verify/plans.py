@@ -76,6 +76,8 @@ def make(
                 "kernels"
             )
         return _foreign(kernel, shapes)
+    if dense and mag is not None:
+        raise ValueError("--mag is of builds with a vote: leave out --dense or --mag")
     if own_p and kernel != "sm100":
         raise ValueError(f"--own-p is of sm100: {kernel} does not choose where P lies")
     if skip_rate is not None and not shapes:

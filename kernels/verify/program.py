@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blasst.kernels.verify.effects import decode_effect
+from blasst.kernels.verify.errors import VerifyError
 from blasst.kernels.verify.parse import Instruction, Module, parse
 from blasst.kernels.verify.registers import Layout
 from blasst.kernels.verify.segments import MicroOp, compile_segment
@@ -70,10 +71,16 @@ class Program:
         for ins in self.instructions:
             if ins.index in leaders:
                 self._flush(pending, first, ins.index)
-            micro = lookup(ins, self.layout)
+            try:
+                micro = lookup(ins, self.layout)
+                step = self._step(ins) if micro is None else None
+            except (ValueError, IndexError) as e:
+                raise VerifyError(
+                    f"cannot read the operands of {ins} in line {ins.ptx_line} of the PTX: {e}"
+                ) from e
             if micro is None:
                 self._flush(pending, first, ins.index)
-                self.steps[ins.index] = self._step(ins)
+                self.steps[ins.index] = step
                 continue
             if not pending:
                 first = ins.index

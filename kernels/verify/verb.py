@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from blasst.kernels.errors import BlasstError, refuse
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 KERNELS = ("sm100", "sm90", "fa4", "flashinfer")
 MAX_TOKENS = 1 << 15
+T = TypeVar("T", int, float)
 
 _ABOUT = """Compiles a kernel for its GPU without one, executes the PTX on this CPU under unfair,
 seeded schedules, looks for races, deadlocks and misuse, compares outputs, log-sum-exp and skip
@@ -74,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
     reason = plans.missing(args.kernel)
     if reason is not None:
         return refuse(reason, 3)
+    reason = _undrawable(args)
+    if reason is not None:
+        return refuse(reason, 2)
     try:
         plan = plans.make(
             args.kernel, shapes=args.shape, mag=args.mag, skip_rate=args.skip_rate,
@@ -90,16 +94,26 @@ def run(args: argparse.Namespace) -> int:
         if args.mutate and report.ok:
             chosen = [case for case, _ in cases]
             report.mutants, report.mutant_count = mutate(bench, chosen, args.mutate, _say)
-        drawn = _draw(args.timeline, plan) if args.timeline is not None else []
-    except BlasstError as e:
+        lines = report.lines(args.coverage)
+        print(json.dumps(report.as_json(), indent=1) if args.json else "\n".join(lines))
+        if not args.json:
+            print("all held" if report.ok else "something is WRONG", flush=True)
+        for line in _draw(args.timeline, plan) if args.timeline is not None else []:
+            _say(line)
+    except (BlasstError, OSError) as e:
         return refuse(str(e), 3)
-    lines = report.lines(args.coverage)
-    print(json.dumps(report.as_json(), indent=1) if args.json else "\n".join(lines))
-    for line in drawn:
-        _say(line)
-    if not args.json:
-        print("all held" if report.ok else "something is WRONG")
     return 0 if report.ok else 1
+
+
+def _undrawable(args: argparse.Namespace) -> str | None:
+    """Why --timeline cannot be drawn, before minutes of work; None: it can."""
+    if args.timeline is None:
+        return None
+    if args.kernel == "sm90":
+        return "--timeline: there is a model of time for SM100 kernels only, not for sm90"
+    if not args.timeline.parent.is_dir():
+        return f"--timeline: the folder {args.timeline.parent} does not exist; make it first"
+    return None
 
 
 def _draw(target: Path, plan: Plan) -> list[str]:
@@ -136,29 +150,36 @@ def _shape(text: str) -> tuple[int, ...]:
     return parts
 
 
+def _number(kind: type[T], text: str) -> T:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number ({kind.__name__})") from None
+
+
 def _mag(text: str) -> float:
-    value = float(text)
+    value = _number(float, text)
     if not 0.0 < value <= 126000.0:
         raise argparse.ArgumentTypeError(f"MAG {text} is outside 0 < MAG <= 126000")
     return value
 
 
 def _page(text: str) -> int:
-    value = int(text)
+    value = _number(int, text)
     if value < 0 or value % 16:
         raise argparse.ArgumentTypeError(f"{text} is not a multiple of 16 keys, nor 0")
     return value
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    value = _number(float, text)
     if not 0.0 <= value < 1.0:
         raise argparse.ArgumentTypeError("a skip rate must be at least 0 and below 1")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    value = _number(int, text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value

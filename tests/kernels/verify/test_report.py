@@ -29,7 +29,8 @@ def command() -> Callable[..., int]:
 @pytest.mark.parametrize(
     "words",
     [("sm90", "--shape", "5"), ("sm90", "--shape", "4,4,3,2"), ("sm90", "--seeds", "0"),
-     ("sm80",), ("sm90", "--shape", "4,4", "--skip-rate", "1.5")],
+     ("sm80",), ("sm90", "--mag", "x"), ("sm90", "--mag", "nan"), ("sm90", "--seeds", "2.5"),
+     ("sm90", "--shape", "4,4", "--skip-rate", "1.5")],
 )  # fmt: skip
 def test_wrong_usage(words: tuple[str, ...], command: Callable[..., int]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -43,6 +44,9 @@ def test_wrong_usage(words: tuple[str, ...], command: Callable[..., int]) -> Non
         (("sm90", "--skip-rate", "0.5"), "--skip-rate needs --shape"),
         (("fa4", "--mag", "2500"), "are of our own kernels"),
         (("sm90", "--own-p"), "--own-p is of sm100"),
+        (("sm90", "--dense", "--mag", "5"), "leave out --dense or --mag"),
+        (("sm90", "--timeline", "t.svg"), "SM100 kernels only"),
+        (("sm100", "--timeline", "/no/such/folder/t.svg"), "does not exist"),
         (("fa4", "--mask", "document"), "are of our own kernels"),
         (("sm90", "--mask", "x"), "'x' is not one of shared_prefix, "),
     ],
