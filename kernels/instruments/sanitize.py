@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from blasst.kernels.types import Geometry
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-PLANTS = {"memcheck": "rows", "initcheck": "lambda"}
-"""What is planted: more query rows than there are, a lambda that nothing wrote. Races and wrong
-barriers are planted under `blasst verify`, which reads mbarriers."""
+PLANTS = {"memcheck": "rows", "initcheck": "lambda", "synccheck": "branch", "racecheck": "tile"}
+"""What is planted: more query rows than there are; a lambda that nothing wrote; a wait for products
+in a branch of single warps; outputs of two warpgroups in the same shared memory."""
+OF_INPUTS = ("rows", "lambda")
+"""Of every kernel; the others are in the device code of hopper, `plants.py`."""
 IMPLS = ("hopper", "triton")
 EVERYTHING = "everything"
 RAN = "every problem ran"
@@ -99,6 +101,10 @@ def run_problems(impl: str, plant: str) -> None:
     """On this GPU, in this process. plant: of PLANTS, or EVERYTHING: each problem as it is."""
     import torch
 
+    if plant not in (EVERYTHING, *OF_INPUTS):
+        from blasst.kernels.instruments import plants
+
+        plants.plant(plant)
     for case in CASES if plant == EVERYTHING else CASES[:1]:
         _run(case, impl, plant)
     torch.cuda.synchronize()
@@ -147,6 +153,11 @@ def _run(case: Case, impl: str, plant: str) -> None:
     implementation(chosen)(call, torch.empty_like(call.q), counters)
 
 
+def _plants(tool: str, impl: str) -> list[str]:
+    planted = PLANTS[tool]
+    return [planted] if impl == "hopper" or planted in OF_INPUTS else []
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 clean and every planted fault caught, 1 not, 2 it cannot run here."""
     parser = argparse.ArgumentParser(
@@ -166,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     good = True
     for tool in options.tool or TOOLS:
-        for plant in (None, PLANTS.get(tool)) if tool in PLANTS else (None,):
+        for plant in (None, *_plants(tool, options.impl)):
             run = run_under(tool, options.impl, plant, path)
             good = good and run.good
             what = f"planted: {plant}" if plant else f"{len(CASES)} problems"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def summary(count: int) -> str:
 def test_planted_faults_must_be_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = fake(tmp_path, f"*everything) {summary(0)} *) {summary(1)}")
     assert sanitize.main(["--sanitizer", good]) == 0
+    assert capsys.readouterr().out.count("as it should be") == 8
+    assert sanitize.main(["--sanitizer", good, "--impl", "triton"]) == 0
     assert capsys.readouterr().out.count("as it should be") == 6
     blind = fake(tmp_path, f"*) {summary(0)}")
     assert sanitize.main(["--sanitizer", blind, "--tool", "memcheck"]) == 1
@@ -51,6 +54,24 @@ def test_planted_faults_must_be_caught(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_missing_tool_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitize.main(["--sanitizer", "no-such-sanitizer"]) == 2
     assert "no-such-sanitizer is not here" in capsys.readouterr().out
+
+
+def test_outputs_in_the_same_memory_are_a_race_here_too() -> None:
+    """The fault that racecheck has to find, under the race detector of `blasst verify`."""
+    pytest.importorskip("cutlass", reason="the kernel is compiled by nvidia-cutlass-dsl")
+    from blasst.kernels.hopper.launch import config_for
+    from blasst.kernels.verify.build import Recipe
+    from blasst.kernels.verify.subject import Workbench
+    from blasst.kernels.verify.subjects import hopper
+    from blasst.kernels.verify.subjects.attention import Shape
+
+    config = config_for("bfloat16", 64, causal=True, page_size=0, vote=False, count=False)
+    builder = "blasst.kernels.instruments.plants:build"
+    recipe = Recipe.of("sm_90a", builder, **asdict(config), plant="tile")
+    bench = Workbench(replace(hopper.subject(config), recipe=recipe))
+    case = hopper.case(config, Shape(((130, 130),), num_heads=1))
+    races = [finding for finding in bench.run(case).run.findings.counts if finding.kind == "race"]
+    assert any("WAW" in str(race) and "epilogue.py" in str(race) for race in races), races
 
 
 @pytest.mark.gpu

@@ -1,0 +1,62 @@
+"""Faults for compute-sanitizer to find, planted in the device code of the Hopper kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from blasst.kernels.cute.load import Source
+from blasst.kernels.hopper import compile as hopper_compile
+from blasst.kernels.hopper import consume, launch, prefill
+from blasst.kernels.hopper.config import Config
+from blasst.kernels.hopper.epilogue import store_output
+from blasst.kernels.verify.subjects.configs import rebuild
+
+
+@cute.jit
+def follow_behind_a_wait(
+    self: consume.Consumer, bits: cute.Tensor, outgrown: Boolean
+) -> cute.Tensor:
+    """Single warps of a group wait for its products: all of them have to, or none."""
+    if outgrown:
+        warpgroup.wait_group(0)
+        bits = self.rebase()
+    return bits
+
+
+@cute.jit
+def store_where_others_do(
+    consumer: consume.Consumer, target: Source, smem: cute.Tensor, lse: cute.Tensor, head: Int32
+) -> None:
+    """All warpgroups put their outputs into the rows of the first one."""
+    first = (smem.iterator - consumer.group * cute.size(smem)).align(prefill.SWIZZLE_ALIGNMENT)
+    rows = cute.make_tensor(first, smem.layout)
+    store_output(consumer, target, rows, lse, head)
+
+
+def _branch() -> None:
+    consume.Consumer.follow = follow_behind_a_wait  # type: ignore[method-assign]
+
+
+def _tile() -> None:
+    prefill.store_output = store_where_others_do  # type: ignore[attr-defined]
+
+
+FAULTS: dict[str, Callable[[], None]] = {"branch": _branch, "tile": _tile}
+
+
+def plant(name: str) -> None:
+    """One of FAULTS, into the kernels that this process compiles from now on; none is kept."""
+    FAULTS[name]()
+    launch._compiled = functools.cache(hopper_compile.compile_prefill.__wrapped__)
+
+
+def build(options: dict[str, Any]) -> Any:
+    """In the compiling process of `blasst verify`. options: of a Config, and the plant's name."""
+    plant(options.pop("plant"))
+    return hopper_compile.compile_prefill(rebuild(Config, options))
