@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from blasst.kernels.blackwell import proved
 from blasst.kernels.blackwell.config import ROWS, Config
@@ -70,6 +74,15 @@ class Outcome:
         )
 
 
+@functools.cache
+def environment() -> str:
+    """What the bits depend on, the kernel aside: inputs are of torch, exponentials of the CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"torch {torch.__version__}, {named[0] if named else platform.machine()}"
+
+
 @functools.lru_cache(maxsize=2)
 def _bench(config: Config) -> Workbench:
     return Workbench(blackwell.subject(config))
@@ -102,7 +115,7 @@ def run(task: Task) -> Row:
         wrong += [f"schedule {seed}: {line}" for line in verdict.describe()]
     return {
         "part": task.part.name, "case": case.name, "ptx": fingerprint(bench.artifact),
-        "seeds": task.seeds, "digests": sorted(digests), "wrong": wrong,
+        "where": environment(), "seeds": task.seeds, "digests": sorted(digests), "wrong": wrong,
         "seconds": round(time.perf_counter() - started, 3),
     }  # fmt: skip
 
@@ -116,8 +129,8 @@ def cost(shape: Shape) -> int:
 class Proof:
     """Which schedules of which problems are wanted, and what is known of them.
 
-    kernels: fingerprints. rows: what ran before; those of other kernels are passed over. seeds:
-    schedules of each problem, None = what each part asks for.
+    kernels: fingerprints. rows: what ran before; those of other kernels or environments are
+    passed over. seeds: schedules of each problem, None = what each part asks for.
     """
 
     def __init__(
@@ -133,7 +146,8 @@ class Proof:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        self.rows.setdefault((row["part"], row["case"], row["ptx"]), []).append(row)
+        if row["where"] == environment():
+            self.rows.setdefault((row["part"], row["case"], row["ptx"]), []).append(row)
 
     def wanted(self, part: Part) -> int:
         return part.seeds if self.seeds is None else self.seeds

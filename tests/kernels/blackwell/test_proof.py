@@ -20,12 +20,12 @@ CASE, LARGE_CASE = "128x128, 1/1 heads", "256x640, 4/1 heads"
 
 def row(seeds: list[int], digest: str = "d", **more: object) -> proof.Row:
     found = {"part": "one", "case": CASE, "ptx": "p", "seeds": seeds, "digests": [digest],
-             "wrong": [], "seconds": 1.0}  # fmt: skip
+             "where": proof.environment(), "wrong": [], "seconds": 1.0}  # fmt: skip
     return {**found, **more}
 
 
 def test_what_ran_is_not_run_again_unless_the_kernel_changed() -> None:
-    rows = [row([0, 1]), row([2], ptx="another")]
+    rows = [row([0, 1]), row([2], ptx="another"), row([3], where="another")]
     found = proof.Proof([PART], {VOTING: "p"}, rows)
     tasks = list(found.tasks())
     assert [t.seeds for t in tasks if t.shape == SMALL] == [tuple(range(2, 14))]
