@@ -232,7 +232,7 @@ def test_split_computes_what_one_call_would() -> None:
     query, output = torch.randn(14, 2), torch.zeros(14, 2)
     starts, keys = torch.tensor(STARTS, dtype=torch.int32), torch.tensor([30, 11, 25, 12, 40])
     stays = batch(query_start_loc=starts.clone(), seq_lens=keys.int())
-    for ends in (STARTS, STARTS, [0, 1, 4, 5, 6, 14], [0, 1, 2, 3, 4, 14]):
+    for ends in (STARTS, STARTS, [0, 1, 4, 5, 6, 14], [0, 1, 2, 3, 4, 14], [0, 5, 8, 12, 12, 14]):
         stays.query_start_loc.copy_(torch.tensor(ends, dtype=torch.int32))
         stays.query_start_loc_cpu = torch.tensor(ends, dtype=torch.int32)
         stays.seq_lens += 3
