@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,6 +17,14 @@ Backend = Literal["TRITON", "FLASH"]
 
 TRITON_GEOMETRY = Geometry(128, 128)
 """FlexAttention's default block, a multiple of every tile that its Triton templates choose."""
+
+
+@functools.cache
+def orders_dq() -> bool:
+    """Whether this torch takes the write order of FA4's deterministic backward (2.13 does)."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return "dq_write_order" in inspect.signature(BlockMask.__init__).parameters
 
 
 def compiled_attention(dynamic: bool | None) -> Callable[..., Any]:

@@ -60,7 +60,8 @@ class Options:
 @dataclass(frozen=True)
 class RouteProblem:
     """All that decides which route runs. determinism: torch.use_deterministic_algorithms;
-    seqlen_k: None = as many keys as query rows; compiling: torch.compile traces the call."""
+    seqlen_k: None = as many keys as query rows; compiling: torch.compile traces the call;
+    flex_orders_dq: FlexAttention takes FA4's write order."""
 
     attention: Problem
     seqlen: int
@@ -69,6 +70,7 @@ class RouteProblem:
     lane: Lane = "throughput"
     determinism: Determinism = "off"
     compiling: bool = False
+    flex_orders_dq: bool = True
     fa4_reasons: tuple[str, ...] = ()
 
 
@@ -119,7 +121,7 @@ def attend(x: Inputs, *, lane: Lane, impl: str, options: Options) -> Result:
         return serving.run(x, plan=plan, skip_lambda=options.skip_lambda, counters=options.counters)
     if route is Route.FLEX_TRITON:
         return flex.run(x, backend="TRITON", geometry=flex.TRITON_GEOMETRY)
-    geometry, ordered = fa4_geometry(problem), needs_write_order(problem)
+    geometry, ordered = fa4_geometry(problem), needs_write_order(problem, route)
     if problem.needs_grad and problem.determinism == "warn" and not ordered:
         warnings.warn(
             f"dq of {route} is not reproducible here, and deterministic algorithms are set to warn "
@@ -201,7 +203,7 @@ def unsupported_reasons(problem: RouteProblem, route: Route) -> list[str]:
     if route in (Route.FLEX_TRITON, Route.FLEX_FA4, Route.FA4):
         reasons += _cuda_reasons(problem)
     if route in (Route.FLEX_FA4, Route.FA4):
-        reasons += _fa4_reasons(problem)
+        reasons += _fa4_reasons(problem, route)
     if route is Route.BLASST:
         reasons += _blasst_reasons(problem)
     return reasons
@@ -213,7 +215,7 @@ def _cuda_reasons(problem: RouteProblem) -> list[str]:
     return []
 
 
-def _fa4_reasons(problem: RouteProblem) -> list[str]:
+def _fa4_reasons(problem: RouteProblem, route: Route) -> list[str]:
     reasons = list(problem.fa4_reasons)
     attention = problem.attention
     if attention.dtype not in ("bfloat16", "float16"):
@@ -224,10 +226,12 @@ def _fa4_reasons(problem: RouteProblem) -> list[str]:
             f"compute capability {capability[0]}.{capability[1]} has no block-sparse backward in "
             "FlashAttention-4, it needs 9.x or 10.x"
         )
-    if problem.needs_grad and problem.determinism == "strict" and not needs_write_order(problem):
+    strict = problem.needs_grad and problem.determinism == "strict"
+    if strict and not needs_write_order(problem, route):
         reasons.append(
             "torch.use_deterministic_algorithms(True) is set, and FlashAttention-4 has a "
-            "deterministic block-sparse backward on compute capability 10.x only; use flex-triton"
+            "deterministic block-sparse backward on compute capability 10.x only, through "
+            "FlexAttention from torch 2.13 on; use flex-triton"
         )
     return reasons
 
@@ -267,14 +271,16 @@ def blasst_plan(problem: RouteProblem, x: Inputs) -> Plan:
     )
 
 
-def needs_write_order(problem: RouteProblem) -> bool:
-    """Whether FA4's backward runs deterministically: asked for, and there is such a kernel."""
+def needs_write_order(problem: RouteProblem, route: Route) -> bool:
+    """Whether FA4's backward runs deterministically: asked for, and there is such a kernel that
+    the route can reach."""
     capability = problem.attention.capability
     return (
         problem.needs_grad
         and problem.determinism != "off"
         and capability is not None
         and capability[0] == 10
+        and (route is not Route.FLEX_FA4 or problem.flex_orders_dq)
     )
 
 
@@ -302,6 +308,7 @@ def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
     if torch.are_deterministic_algorithms_enabled():
         warn = torch.is_deterministic_algorithms_warn_only_enabled()
         determinism = "warn" if warn else "strict"
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     return RouteProblem(
         attention=Problem(
             head_dim=q.shape[-1],
@@ -309,7 +316,7 @@ def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
             num_kv_heads=k.shape[2],
             dtype=str(q.dtype).removeprefix("torch."),
             device_type=q.device.type,
-            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+            capability=capability,
             causal=x.mask.is_causal,
             block_mask=True,
             vote=options.skip_lambda is not None,
@@ -321,6 +328,7 @@ def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
         lane=lane,
         determinism=determinism,
         compiling=torch.compiler.is_compiling(),
+        flex_orders_dq=capability is None or capability[0] != 10 or flex.orders_dq(),
         fa4_reasons=fa4.fa4_reasons() if q.is_cuda else (),
     )
 

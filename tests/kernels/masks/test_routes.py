@@ -379,10 +379,24 @@ def test_refusals(problem: RouteProblem, impl: str, text: str) -> None:
 def test_blackwell_orders_dq_when_asked_to() -> None:
     strict = replace(BLACKWELL, determinism="strict")
     assert routes.choose(strict, "fa4", MEASURED).route is Route.FA4
-    assert routes.needs_write_order(strict)
-    assert not routes.needs_write_order(replace(strict, needs_grad=False))
-    assert not routes.needs_write_order(BLACKWELL)
-    assert not routes.needs_write_order(STRICT)
+    for route in (Route.FA4, Route.FLEX_FA4):
+        assert routes.needs_write_order(strict, route)
+        assert not routes.needs_write_order(replace(strict, needs_grad=False), route)
+        assert not routes.needs_write_order(BLACKWELL, route)
+        assert not routes.needs_write_order(STRICT, route)
+
+
+def test_a_torch_whose_flex_attention_knows_no_write_order() -> None:
+    assert flex.orders_dq() == hasattr(
+        bind(causal(), segments(0, 1, 20)).flex(Geometry()), "dq_write_order"
+    )
+    old = replace(BLACKWELL, determinism="strict", flex_orders_dq=False)
+    with pytest.raises(UnsupportedError, match=r"torch 2\.13"):
+        routes.choose(old, "flex-fa4", MEASURED)
+    assert routes.choose(old, "fa4", MEASURED).route is Route.FA4
+    warned = replace(old, determinism="warn")
+    assert not routes.needs_write_order(warned, Route.FLEX_FA4)
+    assert routes.needs_write_order(warned, Route.FA4)
 
 
 def test_determinism_is_read_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
