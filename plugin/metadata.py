@@ -168,6 +168,9 @@ class Splitter:
     def __init__(self, max_rows: int, device: torch.device | str) -> None:
         self._lambdas = LambdaTable(max_rows, device)
         self._arange = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        # Keys of each row, on the host. Of a GPU vLLM's own bound, exact for prefill rows.
+        on_cpu = self._arange.device.type == "cpu"
+        self._host_keys = "seq_lens" if on_cpu else "seq_lens_cpu_upper_bound"
         self._places: tuple[Any, ...] = ()
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
@@ -188,7 +191,7 @@ class Splitter:
         layout = self._layouts.get(votes.layout)
         if layout is None:
             layout = self._layouts[votes.layout] = self._lay_out(common, votes)
-        keys = _keys(common).numpy()
+        keys = getattr(common, self._host_keys).numpy()
         chosen = layout.chosen
         page_table, seqlens_k = layout.page_table, layout.seqlens_k
         skip_lambda, log2_lambda = self._lambdas.load(votes.lambdas)
@@ -300,14 +303,6 @@ def _gathered(
     tokens = np.repeat(starts[rows] - ends[:-1], lengths) + np.arange(ends[-1])
     there = to_device(torch.from_numpy(np.concatenate([tokens, rows])), device)
     return Part(there[len(tokens) :], rows, there[: len(tokens)], ends)
-
-
-def _keys(common: Any) -> torch.Tensor:
-    """Keys of each row, on the host. Of a GPU vLLM's own bound, exact for prefill rows."""
-    known: torch.Tensor = common.seq_lens
-    if known.device.type != "cpu":
-        known = common.seq_lens_cpu_upper_bound
-    return known
 
 
 def _pick(t: torch.Tensor, index: Index) -> torch.Tensor:
