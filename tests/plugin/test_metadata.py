@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -315,26 +315,46 @@ def test_cache_layout_is_on_the_layer_or_on_the_impl() -> None:
 
 
 HOST_BUDGET_S = 50e-6
-"""Host work of one step at 256 requests; an idle core takes a fifth of that."""
+"""Host work of one step at 256 requests; an idle core takes half of that, or a fifth of it when the
+rows that vote are neighbours. A busy machine gets four times that."""
+
+GROWTH = 2
+"""Of that work from 16 requests to 256: numpy's and torch's own loops are all that grows."""
 
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("voting", [0, 1, 4])
-def test_the_hosts_share_of_a_step_with_256_requests(voting: int, apart: bool) -> None:
-    ids = [f"r{i}" for i in range(256)]
-    lengths = np.ones(256, dtype=np.int32)
-    lengths[7 : 7 + 40 * voting : 40 if apart else 1][:voting] = 2000
+def test_the_hosts_share_of_a_step(voting: int, apart: bool) -> None:
+    steps = {count: made_step(count, voting, apart) for count in (16, 256)}
+    times: dict[int, list[float]] = {count: [] for count in steps}
+    for _ in range(300):
+        for count, step in steps.items():
+            started = time.thread_time()
+            found = step()
+            times[count].append(time.thread_time() - started)
+            assert found == voting
+    few, many = (sorted(t)[len(t) // 4] for t in times.values())
+    print(f"{voting} voting rows of 256: {1e6 * many:.1f} us, of 16: {1e6 * few:.1f} us")
+    assert many < 4 * HOST_BUDGET_S
+    assert many < GROWTH * few
+
+
+def made_step(count: int, voting: int, apart: bool) -> Callable[[], int]:
+    """What the host does of ours in a step with so many requests; how many rows voted."""
+    ids = [f"r{i}" for i in range(count)]
+    lengths = np.ones(count, dtype=np.int32)
+    lengths[2 : 2 + 3 * voting : 3 if apart else 1][:voting] = 2000
     starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     total = int(starts[-1])
-    keys = torch.full((256,), 4000, dtype=torch.int32)
+    keys = torch.full((count,), 4000, dtype=torch.int32)
     common = batch(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=keys,
         seq_lens_cpu_upper_bound=keys,
-        num_reqs=256,
+        num_reqs=count,
         num_actual_tokens=total,
-        block_table_tensor=torch.zeros(256, 500, dtype=torch.int32),
+        block_table_tensor=torch.zeros(count, 500, dtype=torch.int32),
         slot_mapping=torch.zeros(total, dtype=torch.int64),
     )
     rank = Rank(RankShape("0", "0", "tiny", 32, 8), None, 1.0, "cpu")
@@ -342,7 +362,7 @@ def test_the_hosts_share_of_a_step_with_256_requests(voting: int, apart: bool) -
     rank.note(
         [SimpleNamespace(req_id=r, sampling_params=p) for r, p in zip(ids, stamps, strict=True)], ()
     )
-    splitter = Splitter(256, "cpu")
+    splitter = Splitter(count, "cpu")
 
     def step() -> int:
         votes = rank.rows(ids, lengths, total, ())
@@ -351,11 +371,4 @@ def test_the_hosts_share_of_a_step_with_256_requests(voting: int, apart: bool) -
         rank.end_step()
         return 0 if votes is None else len(votes.rows)
 
-    times = []
-    for _ in range(300):
-        started = time.thread_time()
-        found = step()
-        times.append(time.thread_time() - started)
-        assert found == voting
-    print(f"{voting} voting rows of 256: {1e6 * sorted(times)[len(times) // 4]:.1f} us")
-    assert sorted(times)[len(times) // 4] < HOST_BUDGET_S
+    return step
