@@ -100,11 +100,11 @@ def load_blocks(
             # All that needs no empty stage is done before it is awaited.
             parts = [first + share for share in range(loader, windows, config.loaders)]
             boxes = [(part, page_of(page, part)) for part in parts]
-        barrier = ring.acquire(visit)
-        trace.mark(Step.WAIT_EMPTY, visit)
         if cutlass.const_expr(pages is not None and config.stops_at_bad_pages):
             # TMA would bring zeros for a page that is not there, and nobody would know.
             fault_unless_below(page, cute.size(source.coordinates, mode=[3]))
+        barrier = ring.acquire(visit)
+        trace.mark(Step.WAIT_EMPTY, visit)
         stage = smem[None, None, ring.stage(visit)]
         if cutlass.const_expr(source.box is not None):
             left = tile.seqlen_k - n * config.tile_n
