@@ -49,7 +49,7 @@ class Results:
 
     accuracy: the records that hold an answer. layer_rates: (threshold key, length) -> layer -> skip
     rate. others: samples in the file that
-    belong to another server, model or setting and are left out.
+    belong to another server, model or setting and are left out. times: those with a TTFT.
     """
 
     points: tuple[Point, ...]
@@ -60,6 +60,7 @@ class Results:
     plan: Record
     others: int
     accuracy: tuple[Record, ...]
+    times: tuple[Record, ...] = ()
 
     def cell(self, point: Point, task: str, length: int) -> Cell:
         wanted = (key_of(point), task, length)
@@ -116,6 +117,7 @@ def _collect(records: Sequence[Record]) -> Results:
         plan=plan,
         others=sum(r["fingerprint"] != plan["fingerprint"] for r in samples),
         accuracy=tuple(r for r in ours if r["pass"] != "ttft"),
+        times=tuple(r for r in ours if r["pass"] != "accuracy"),
     )
 
 

@@ -7,17 +7,27 @@ import statistics
 from dataclasses import dataclass
 
 from blasst.evals.cells import Results
+from blasst.evals.stats import Z95
 from blasst.evals.thresholds import Point, key_of, name_of
 from blasst.evals.verdict import DEFAULT_MARGIN, Outcome, judge, overall
 
 
 @dataclass(frozen=True)
+class Speed:
+    """ratio: TTFT over that of dense, geometric mean over prompts, then lengths; NaN where a length
+    was not timed. high: its one-sided 95% bound; infinite with one prompt at a length."""
+
+    ratio: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """ttft_ratio: TTFT over that of dense, geometric mean over the lengths; NaN: not measured."""
+    """ttft: its ratio to that of dense."""
 
     point: Point
     outcome: Outcome
-    ttft_ratio: float
+    ttft: Speed
 
 
 @dataclass(frozen=True)
@@ -36,17 +46,20 @@ def recommend(results: Results, margin: float = DEFAULT_MARGIN) -> Recommendatio
     for point in results.points:
         if point is not None:
             verdicts = judge(results, [point], margin)
-            found.append(Candidate(point, overall(verdicts), _ttft_ratio(results, point)))
-    good = [c for c in found if c.outcome == "GO" and math.isfinite(c.ttft_ratio)]
+            found.append(Candidate(point, overall(verdicts), _speed(results, point)))
     candidates = tuple(found)
-    if good:
-        best = min(good, key=lambda c: c.ttft_ratio)
-        if best.ttft_ratio < 1.0:
-            words = f"GO at every length, TTFT {best.ttft_ratio - 1:+.1%} against dense"
-            return Recommendation(best.point, "GO", words, candidates)
+    good = [c for c in found if c.outcome == "GO" and math.isfinite(c.ttft.ratio)]
+    if faster := [c for c in good if c.ttft.high < 1.0]:
+        best = min(faster, key=lambda c: c.ttft.ratio)
+        words = f"GO at every length, TTFT {best.ttft.ratio - 1:+.1%} against dense"
+        return Recommendation(best.point, "GO", words, candidates)
+    if good and min(c.ttft.ratio for c in good) >= 1.0:
         return Recommendation(
             None, "NO-GO", "every threshold that is GO is slower than dense", candidates
         )
+    if good:
+        words = "no threshold that is GO is shown to be faster than dense; raise --timed"
+        return Recommendation(None, "INCONCLUSIVE", words, candidates)
     if any(c.outcome == "GO" for c in found):
         return Recommendation(None, "INCONCLUSIVE", "TTFT is not measured", candidates)
     if any(c.outcome == "INCONCLUSIVE" for c in found) or not found:
@@ -59,7 +72,11 @@ def recommend(results: Results, margin: float = DEFAULT_MARGIN) -> Recommendatio
 def as_words(found: Recommendation) -> str:
     lines = [
         f"{c.outcome:<12}  {name_of(c.point):<12}  TTFT "
-        + ("not measured" if math.isnan(c.ttft_ratio) else f"{c.ttft_ratio - 1:+.1%}")
+        + (
+            "not measured"
+            if math.isnan(c.ttft.ratio)
+            else f"{c.ttft.ratio - 1:+.1%} (at most {c.ttft.high - 1:+.1%})"
+        )
         for c in found.candidates
     ]
     return "\n".join([*lines, f"recommended: {name_of(found.point)} ({found.reason})"])
@@ -74,23 +91,31 @@ def as_json(found: Recommendation) -> dict[str, object]:
             {
                 "threshold": key_of(c.point),
                 "outcome": c.outcome,
-                "ttft_ratio": None if math.isnan(c.ttft_ratio) else c.ttft_ratio,
+                "ttft_ratio": c.ttft.ratio if math.isfinite(c.ttft.ratio) else None,
+                "ttft_ratio_high": c.ttft.high if math.isfinite(c.ttft.high) else None,
             }
             for c in found.candidates
         ],
     }
 
 
-def _ttft_ratio(results: Results, point: Point) -> float:
-    """Each length: mean over the tasks of both medians; NaN when a length was not timed."""
-    logs = []
+def _speed(results: Results, point: Point) -> Speed:
+    """Of prompts that were timed under both."""
+    seconds: dict[tuple[str, int], dict[str, float]] = {}
+    for record in results.times:
+        key = record["threshold"], record["length"]
+        seconds.setdefault(key, {})[record["prompt_sha256"]] = float(record["ttft_s"])
+    means, variance, freedom = [], 0.0, 0
     for length in results.lengths:
-        pairs = [
-            (results.cell(point, task, length).ttft_s, results.cell(None, task, length).ttft_s)
-            for task in results.tasks
-        ]
-        timed = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and b > 0]
-        if not timed:
-            return math.nan
-        logs.append(math.log(sum(a for a, _ in timed) / sum(b for _, b in timed)))
-    return math.exp(statistics.fmean(logs))
+        ours = seconds.get((key_of(point), length), {})
+        dense = seconds.get((key_of(None), length), {})
+        logs = [math.log(ours[p] / dense[p]) for p in ours.keys() & dense.keys()]
+        if not logs:
+            return Speed(math.nan, math.nan)
+        means.append(statistics.fmean(logs))
+        variance += statistics.variance(logs) / len(logs) if len(logs) > 1 else math.inf
+        freedom += len(logs) - 1
+    mean, error = statistics.fmean(means), math.sqrt(variance) / len(means)
+    # Student's 95% quantile, to first order in 1 / degrees of freedom.
+    quantile = Z95 + (Z95**3 + Z95) / (4 * max(1, freedom))
+    return Speed(math.exp(mean), math.exp(min(700.0, mean + quantile * error)))

@@ -231,8 +231,11 @@ def test_the_verbs_from_samples_to_a_recommendation(
     assert main([*argv[:-1]]) == 2
 
 
-def results_with(ttft: dict[str, float], worse: dict[str, float]) -> Any:
-    """400 samples of one task; threshold key -> TTFT, and share of answers lost."""
+def results_with(
+    ttft: dict[str, float], worse: dict[str, float], *, timed: int = 400, noise: float = 0.0
+) -> Any:
+    """400 samples of one task; threshold key -> TTFT, and share of answers lost. noise: share by
+    which every other time is longer."""
     plan: dict[str, Any] = {"kind": "plan", "fingerprint": "f", "server": {}, "at": 0.0}
     plan |= {"thresholds": list(ttft), "lengths": [4096], "tasks": ["vt"]}
     records = [plan]
@@ -241,7 +244,9 @@ def results_with(ttft: dict[str, float], worse: dict[str, float]) -> Any:
             record = {"kind": "sample", "fingerprint": "f", "threshold": key, "task": "vt"}
             record |= {"pass": "both", "length": 4096, "prompt_sha256": str(i), "tokens": []}
             record |= {"prompt_tokens": 4000, "gold_nll": 0.1, "prediction": "x"}
-            record |= {"match": float(i >= 400 * worse.get(key, 0.0)), "ttft_s": seconds}
+            record |= {"match": float(i >= 400 * worse.get(key, 0.0))}
+            record |= {"ttft_s": seconds * (1 + noise * (i % 2) * (key != "dense"))}
+            record["pass"] = "both" if i < timed else "accuracy"
             records.append(record | {"visited": 1, "skipped": 0, "layers": []})
     return collect(records)
 
@@ -266,3 +271,17 @@ def test_the_fastest_of_those_that_are_go(
     found = recommend(results_with({"dense": 1.0} | ttft, worse))
     assert found.outcome == outcome
     assert f"recommended: {key} (" in as_words(found)
+
+
+@pytest.mark.parametrize(
+    ("timed", "noise", "outcome"),
+    [(400, 0.0, "GO"), (8, 0.01, "GO"), (8, 0.09, "INCONCLUSIVE"), (1, 0.0, "INCONCLUSIVE")],
+)
+def test_a_gain_within_the_noise_is_none(timed: int, noise: float, outcome: str) -> None:
+    """5% faster, but every other time is longer: by how much, and over how many prompts?"""
+    ttft = {"dense": 1.0, "mag:2500.0": 0.95}
+    found = recommend(results_with(ttft, {}, timed=timed, noise=noise))
+    assert found.outcome == outcome
+    assert (found.point is not None) == (outcome == "GO")
+    (candidate,) = found.candidates
+    assert candidate.ttft.ratio == pytest.approx(0.95 * (1 + noise) ** 0.5 if timed > 1 else 0.95)
