@@ -15,8 +15,8 @@ NEVER = 1 << 62
 @dataclass(frozen=True)
 class Crossover:
     """tokens: the sequence length from which on a route is the faster one, by (route, needs a
-    gradient, major compute capability): "flex-fa4" than "flex-triton", "blasst" than both. Routes
-    and GPUs that are not listed are not chosen; "flex-triton" needs no entry."""
+    gradient, major compute capability): "fa4" and "flex-fa4" than "flex-triton", "blasst" than all
+    three. Routes and GPUs that are not listed are not chosen; "flex-triton" needs no entry."""
 
     tokens: Mapping[tuple[str, bool, int], int] = field(default_factory=dict)
     source: str = ""
@@ -44,6 +44,12 @@ class Crossover:
 
 
 MEASURED = Crossover(
-    {("flex-fa4", False, 9): 16384, ("flex-fa4", True, 9): 16384, ("blasst", False, 9): 8192},
+    {
+        ("fa4", True, 9): 4096,
+        ("fa4", False, 9): 8192,
+        ("flex-fa4", True, 9): 16384,
+        ("flex-fa4", False, 9): 16384,
+        ("blasst", False, 9): 8192,
+    },
     "measured on one H200, docs/measurements/h200-masks.md",
 )

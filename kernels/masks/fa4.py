@@ -19,6 +19,8 @@ from blasst.kernels.types import Geometry
 GEOMETRIES = {9: Geometry(128, 128), 10: Geometry(256, 128)}
 """The block size of FA4's lists by compute capability: two query tiles are in flight on SM100."""
 
+HEAD_DIMS = range(8, 129, 8)
+
 
 class Fa4(NamedTuple):
     """The parts of flash_attn.cute that are used."""

@@ -137,6 +137,10 @@ def gathered_attention(
     one whole K and V; gradients of keys are summed over ranks.
     """
     _refuse_exact("gathered_attention", parallel)
+    if parallel.order == "zigzag":
+        _refuse_votes(
+            "gathered_attention over zigzag shards visits keys in another order", parallel
+        )
     part = shard_mask(mask, parallel.shard)
     keys, values = (gather_sequence(t, parallel.group) for t in (k, v))
     return _attend([q, keys, values], part, parallel, want_lse=False)[0]
@@ -151,6 +155,7 @@ def ring_attention(
     hidden are passed on uncomputed. For zigzag shards the metadata is permuted with the tokens.
     """
     _refuse_exact("ring_attention", parallel)
+    _refuse_votes("ring_attention votes on the keys of one rank at a time", parallel)
     mine, ranks = parallel.shard, parallel.ranks
     travelling = torch.stack([k, v])
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -190,6 +195,16 @@ def _attend(
     q, k, v = qkv
     x = Inputs(q, k, v, mask, q.shape[-1] ** -0.5, want_lse)
     return attend(x, lane=parallel.lane, impl=parallel.impl, options=parallel.options or Options())
+
+
+def _refuse_votes(why: str, parallel: Parallel) -> None:
+    if parallel.options is not None and parallel.options.skip_lambda is not None:
+        raise UnsupportedError(
+            [
+                f"{why}: with a skip_lambda it would skip other blocks than the whole sequence; "
+                "use ulysses_attention, or gathered_attention over contiguous shards"
+            ]
+        )
 
 
 def _refuse_exact(name: str, parallel: Parallel) -> None:

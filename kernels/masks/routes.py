@@ -161,8 +161,8 @@ def choose(problem: RouteProblem, impl: str, crossover: Crossover) -> RouteChoic
 
 
 def order(problem: RouteProblem, crossover: Crossover) -> dict[Route, str]:
-    """Routes that "auto" tries, and why. Never the eager one on a GPU: it visits every block; never
-    a kernel of ours where torch.compile traces, which it cannot look into."""
+    """Routes that "auto" tries, and why. Never the eager one on a GPU: it visits every block; where
+    torch.compile traces, only what it can look into."""
     attention, needs_grad = problem.attention, problem.needs_grad
     ours = not needs_grad and not problem.compiling
     if problem.lane == "exact":
@@ -173,15 +173,22 @@ def order(problem: RouteProblem, crossover: Crossover) -> dict[Route, str]:
         eager = {Route.EAGER: "a CPU"}
         return {Route.BLASST: "inference on a CPU"} | eager if ours else eager
     kind = "training" if needs_grad else "inference"
-    faster, slower = {}, {}
-    for route in (Route.BLASST, Route.FLEX_FA4) if ours else (Route.FLEX_FA4,):
-        first = crossover.first(route, attention.capability, needs_grad)
-        if problem.seqlen >= first:
-            faster[route] = f"faster from {first} tokens on in {kind} ({crossover.source})"
-        elif route is Route.FLEX_FA4:
-            slower[route] = "the one that is left"
+    measured = {
+        route: crossover.first(route, attention.capability, needs_grad)
+        for route, usable in (
+            (Route.BLASST, ours),
+            (Route.FA4, not problem.compiling),
+            (Route.FLEX_FA4, True),
+        )
+        if usable
+    }
+    faster = {
+        route: f"faster from {first} tokens on in {kind} ({crossover.source})"
+        for route, first in measured.items()
+        if problem.seqlen >= first
+    }
     triton = {Route.FLEX_TRITON: f"no faster route is known for {kind} at this length"}
-    return faster | triton | slower
+    return faster | triton | {Route.FLEX_FA4: "the one that is left"} | faster
 
 
 @functools.lru_cache(maxsize=256)
@@ -220,6 +227,11 @@ def _fa4_reasons(problem: RouteProblem, route: Route) -> list[str]:
     attention = problem.attention
     if attention.dtype not in ("bfloat16", "float16"):
         reasons.append(f"dtype {attention.dtype} is not bfloat16 or float16")
+    if attention.head_dim not in fa4.HEAD_DIMS:
+        reasons.append(
+            f"head_dim {attention.head_dim} is not a multiple of 8 up to 128, as "
+            "FlashAttention-4's backward needs it for blocks of 128 keys"
+        )
     capability = attention.capability
     if capability is not None and capability[0] not in fa4.GEOMETRIES:
         reasons.append(

@@ -89,6 +89,8 @@ def test_crossover_needs_every_mask_and_every_longer_length(tmp_path: Path) -> N
         row(8192, "strip", "flex-triton", 3.0, 3.0),
         {"tokens": 8192, "mask": "strip", "route": "fa4", "left_out": "no"},
         *(row(n, "causal", "blasst", 1.5, None) for n in (2048, 4096, 8192)),
+        *(row(n, "causal", "fa4", 1.6, 9.0) for n in (2048, 4096, 8192)),
+        row(8192, "strip", "fa4", 3.0, 9.0),
         row(8192, "strip", "blasst", 1.9, None),
     ]
     table = find_crossover(rows, 9)
@@ -98,6 +100,12 @@ def test_crossover_needs_every_mask_and_every_longer_length(tmp_path: Path) -> N
         {"route": "blasst", "needs_grad": False, "major": 9, "tokens": 4096},
     ]
     assert find_crossover([*rows, row(8192, "strip", "blasst", 2.0, None)], 9)[2:] == []
+    direct = [row(8192, mask, "fa4", 1.8, 1.0) for mask in ("causal", "strip")]
+    assert find_crossover([*rows, *direct], 9) == [
+        {"route": "fa4", "needs_grad": False, "major": 9, "tokens": 4096},
+        {"route": "fa4", "needs_grad": True, "major": 9, "tokens": 8192},
+        *table[:2],
+    ]
     out = tmp_path / "rows.json"
     out.write_text(json.dumps({"crossover": table}))
     loaded = Crossover.load(out)

@@ -152,3 +152,14 @@ def test_fa4_compiles_our_masks_for_both_generations() -> None:
         assert run.returncode == 0, err[-3000:]
         assert f"FlashAttentionForward{generation}" in out
         assert f"FlashAttentionBackward{generation}" in out
+
+
+def test_head_dims_are_those_whose_tiles_are_our_blocks() -> None:
+    """Larger heads have tiles of fewer keys on SM90, and none on SM100."""
+    interface = fa4.load_fa4().interface
+    for head_dim in range(8, 257, 8):
+        backward = interface._tile_size_bwd_sm90(head_dim, head_dim, False, False, 128)
+        assert (backward.n_block_size == 128) == (head_dim in fa4.HEAD_DIMS)
+    for head_dim in fa4.HEAD_DIMS:
+        for major in fa4.GEOMETRIES:
+            interface._validate_head_dims(head_dim, head_dim, major, 8)

@@ -14,12 +14,15 @@ from blasst.kernels.masks import (
     masked_attention,
     pack,
     padding,
+    parallel,
     routes,
     shared_prefix,
     shared_prefix_sample,
 )
 from blasst.kernels.masks.crossover import MEASURED
 from blasst.kernels.masks.fa4 import fa4_reasons
+from blasst.kernels.masks.inputs import Inputs
+from blasst.kernels.masks.parallel import Shard, shard_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,6 +110,30 @@ def test_errors_are_those_of_bfloat16(impl: str) -> None:
     for want, same_dtype, got in zip(exact, plain, ours, strict=True):
         budget = 2 * (same_dtype - want).abs().mean() + 1e-3 * want.abs().mean()
         assert (got - want).abs().mean() <= budget
+
+
+@pytest.mark.parametrize("impl", ["flex-triton", "fa4"])
+def test_partial_results_merge(impl: str) -> None:
+    """As in ring attention: halves of the keys, merged by lse, whose gradient counts too."""
+    if impl == "fa4" and fa4_reasons():
+        pytest.skip("; ".join(fa4_reasons()))
+    whole, tensors = problem()
+    exact = gradients(whole, tensors, torch.float32, impl="eager")
+    plain = gradients(whole, tensors, torch.bfloat16, impl="eager")
+    q, k, v = (t.bfloat16().detach().requires_grad_() for t in tensors[:3])
+    everything, parts = Shard(0, 1), []
+    for keys in (Shard(0, 2), Shard(1, 2)):
+        mask = shard_mask(whole, everything, keys)
+        x = Inputs(q, keys.take(k), keys.take(v), mask, q.shape[-1] ** -0.5, want_lse=True)
+        out, lse = routes.attend(x, lane="throughput", impl=impl, options=routes.Options())
+        assert lse is not None
+        parts.append((out, lse))
+    merged = parallel._merge(parts)
+    merged.backward(tensors[3].bfloat16())
+    got = [merged.detach(), *(t.grad for t in (q, k, v) if t.grad is not None)]
+    for want, same_dtype, ours in zip(exact, plain, got, strict=True):
+        budget = 3 * (same_dtype - want).abs().mean() + 1e-3 * want.abs().mean()
+        assert (ours - want).abs().mean() <= budget
 
 
 @pytest.mark.parametrize("setting", [(False, False), (True, True), (True, False)])

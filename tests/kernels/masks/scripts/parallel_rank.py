@@ -7,8 +7,15 @@ import torch.distributed as dist
 
 from blasst.kernels.errors import InvalidInputError, UnsupportedError
 from blasst.kernels.masks.bound import AttentionMask, bind
-from blasst.kernels.masks.mods import document, padding, shared_prefix, strip_history_thinking
+from blasst.kernels.masks.mods import (
+    causal,
+    document,
+    padding,
+    shared_prefix,
+    strip_history_thinking,
+)
 from blasst.kernels.masks.parallel import (
+    Order,
     Parallel,
     Shard,
     gathered_attention,
@@ -16,11 +23,12 @@ from blasst.kernels.masks.parallel import (
     shard_mask,
     ulysses_attention,
 )
-from blasst.kernels.masks.routes import masked_attention
+from blasst.kernels.masks.routes import Options, masked_attention
 from blasst.kernels.masks.segments import Segments
 from blasst.kernels.types import Geometry
 
 SEQLEN = 256
+VOTES = Options(skip_lambda=0.5)
 WAYS = {
     ("ulysses", "contiguous"): ulysses_attention,
     ("gathered", "contiguous"): gathered_attention,
@@ -76,6 +84,43 @@ def check_lists(mask: AttentionMask) -> None:
         assert torch.equal(ours, theirs[:, :, rank : rank + 1])
 
 
+def check_votes() -> None:
+    """With a threshold, shards that may vote skip what the whole sequence skips."""
+    tokens, ranks = 1024, dist.get_world_size()
+    ones = torch.zeros(1, tokens, dtype=torch.int32)
+    layout = Segments((torch.arange(tokens)[None] // 700).int(), ones, ones, ones, ones)
+    mask = bind(causal() & document(), layout)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, h, 64, generator=generator) for h in (8, 4, 4))
+    q[..., 0] = 4.0
+    level = torch.randn(1, tokens // 64, 4, generator=generator)
+    k[..., 0] += 10 * level.repeat_interleave(64, 1)
+    whole = torch.zeros(4, 2, dtype=torch.int64)
+    expected = masked_attention(q, k, v, mask, options=Options(skip_lambda=0.5, counters=whole))
+    assert 0 < whole[:, 1].sum() < whole[:, 0].sum()
+    for attention, heads in ((ulysses_attention, 4 // ranks), (gathered_attention, 4)):
+        mine = torch.zeros(heads, 2, dtype=torch.int64)
+        parallel = Parallel(options=Options(skip_lambda=0.5, counters=mine))
+        shard = parallel.shard
+        out = attention(*(shard.take(t) for t in (q, k, v)), mask, parallel)
+        torch.testing.assert_close(out, shard.take(expected), atol=1e-5, rtol=0)
+        total = mine.sum(0)
+        dist.all_reduce(total)
+        assert total.tolist() == whole.sum(0).tolist()
+    orders: tuple[Order, ...] = ("contiguous", "zigzag")
+    for attention, order in [(ring_attention, o) for o in orders] + [
+        (gathered_attention, "zigzag")
+    ]:
+        try:
+            attention(
+                *(shard.take(t) for t in (q, k, v)), mask, Parallel(order=order, options=VOTES)
+            )
+        except UnsupportedError as e:
+            assert "other blocks than the whole sequence" in str(e)
+            continue
+        raise AssertionError("not refused")
+
+
 def check_refusals(mask: AttentionMask) -> None:
     ranks = dist.get_world_size()
     q = torch.zeros(1, SEQLEN // ranks, 3, 8)
@@ -111,6 +156,7 @@ def main() -> None:
             check(bound, way)
         check_lists(bound)
     check_refusals(bind(shared_prefix(), layout))
+    check_votes()
     dist.barrier()
     dist.destroy_process_group()
 
