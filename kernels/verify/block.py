@@ -311,7 +311,10 @@ class Block:
     def _touch(self, warp: Warp, step: Step) -> None:
         """Registers of unfinished loads and products that a step uses."""
         if warp.pending and self.races is not None:
-            self.races.consumed(warp, step.reads)
+            used = self.races.consumed(warp, step.flow)
+            if used and not self.launch.scoreboard:
+                ins = self.program.instructions[step.at]
+                self.find("a register of tcgen05.ld is used before tcgen05.wait::ld", warp, ins)
         warp.dirty |= step.dirties
         if step.kind == SEGMENT and (step.reads | step.writes) & warp.in_flight:
             ins = self.program.instructions[step.at]

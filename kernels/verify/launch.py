@@ -21,7 +21,8 @@ class Region:
 class Launch:
     """grid: blocks along x, y, z; parameters: the bytes of each kernel parameter.
 
-    maps: TMA descriptors that were used, by address.
+    maps: TMA descriptors that were used, by address. scoreboard: the kernel uses registers of
+    tcgen05.ld before tcgen05.wait::ld, which PTX does not allow and hardware makes wait.
     """
 
     grid: tuple[int, int, int]
@@ -31,6 +32,7 @@ class Launch:
     roles: Callable[[int], str] = lambda warp: "any"
     regions: tuple[Region, ...] = ()
     maps: dict[int, TensorMap] = field(default_factory=dict)
+    scoreboard: bool = False
 
     def role(self, warp: int) -> str:
         return self.roles(warp)

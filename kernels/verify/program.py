@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from blasst.kernels.verify.effects import decode_effect
 from blasst.kernels.verify.errors import VerifyError
 from blasst.kernels.verify.parse import Instruction, Module, parse
 from blasst.kernels.verify.registers import Layout
-from blasst.kernels.verify.segments import MicroOp, compile_segment
+from blasst.kernels.verify.segments import WIDE, Flow, MicroOp, compile_segment
 from blasst.kernels.verify.semantics import lookup
 
 SEGMENT, BRANCH, EXIT, EFFECT = range(4)
@@ -24,7 +25,8 @@ class Step:
     """What stands at an address. end: address of the next step in program order.
 
     guard: row of the predicate, -1 for none. body: Segment, branch target or effect.
-    reads, writes: 32-bit registers; dirties: those that a wgmma uses too.
+    reads, writes: 32-bit registers; dirties: those that a wgmma uses too. flow: in order, what
+    values each operation takes.
     """
 
     kind: int
@@ -36,6 +38,7 @@ class Step:
     reads: frozenset[int] = NO_ROWS
     writes: frozenset[int] = NO_ROWS
     dirties: frozenset[int] = NO_ROWS
+    flow: tuple[Flow, ...] = ()
 
 
 class Program:
@@ -96,7 +99,7 @@ class Program:
         if pending:
             body = compile_segment(pending, first)
             self.steps[first] = Step(
-                SEGMENT, first, end, body=body, reads=body.reads, writes=body.writes
+                SEGMENT, first, end, body=body, reads=body.reads, writes=body.writes, flow=body.flow
             )
             pending.clear()
 
@@ -110,21 +113,28 @@ class Program:
         if ins.opcode in EXITS:
             return Step(EXIT, *place)
         first_is_target = not ins.operands or not ins.operands[0].startswith("[")
+        taken = ins.operands[first_is_target:]
         return Step(
             EFFECT,
             *place,
             body=decode_effect(ins, self.layout),
-            reads=self._rows(ins, ins.operands[first_is_target:]),
+            reads=self._rows(ins, taken),
+            flow=(Flow(tuple(self._keys(ins, taken)), -1, copy=False, fresh=False),),
             writes=self._rows(ins, ins.operands[:first_is_target]),
         )
 
-    def _rows(self, ins: Instruction, operands: tuple[str, ...]) -> frozenset[int]:
-        """32-bit registers that are named in the operands."""
+    def _keys(self, ins: Instruction, operands: tuple[str, ...]) -> Iterator[int]:
+        """Of the registers of 32 and 64 bits that are named in the operands."""
         words = " ".join(operands)
         for bracket in "[]{},|+":
             words = words.replace(bracket, " ")
-        slots = [self.layout.register(word, ins) for word in words.split()]
-        return frozenset(slot[1] for slot in slots if slot is not None and slot[0] == 32)
+        for slot in (self.layout.register(word, ins) for word in words.split()):
+            if slot is not None and slot[0] in (32, 64):
+                yield slot[1] + (WIDE if slot[0] == 64 else 0)
+
+    def _rows(self, ins: Instruction, operands: tuple[str, ...]) -> frozenset[int]:
+        """32-bit registers that are named in the operands."""
+        return frozenset(key for key in self._keys(ins, operands) if key < WIDE)
 
     def _is_product(self, step: Step) -> bool:
         return step.kind == EFFECT and self.instructions[step.at].opcode.startswith(PRODUCT)

@@ -6,6 +6,7 @@ conflicting one: it is found whatever the schedule, as long as both accesses are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from blasst.kernels.verify.mbarrier import Mbarrier
 from blasst.kernels.verify.memory import Storage
 from blasst.kernels.verify.parse import Instruction
 from blasst.kernels.verify.registers import Array
+from blasst.kernels.verify.segments import Flow
 
 if TYPE_CHECKING:
     from blasst.kernels.verify.block import Block
@@ -340,14 +342,27 @@ class Races:
         if not stores:
             warp.pending.clear()
 
-    def consumed(self, warp: Warp, rows: frozenset[int]) -> None:
-        """Registers that are read: the loads that fill them, and earlier ones, have finished."""
-        hits = [epoch for row, epoch in warp.pending.items() if row in rows]
-        if hits:
-            latest = max(hits)
-            agent = self.agents.index["ld", warp.id]
-            warp.clock.seen[agent] = max(int(warp.clock.seen[agent]), latest)
-            warp.pending = {r: e for r, e in warp.pending.items() if e > latest}
+    def consumed(self, warp: Warp, flow: Sequence[Flow]) -> bool:
+        """A use of registers: the loads that fill them, and earlier ones, have finished.
+
+        A copy is no use: what it makes is not there before the load has finished either. Returns
+        whether registers of a load were used that nobody has waited for.
+        """
+        used = False
+        for sources, target, copy, fresh in flow:
+            hits = [warp.pending[source] for source in sources if source in warp.pending]
+            if hits and copy:
+                warp.pending[target] = max(hits)
+                continue
+            if hits:
+                used = True
+                latest = max(hits)
+                agent = self.agents.index["ld", warp.id]
+                warp.clock.seen[agent] = max(int(warp.clock.seen[agent]), latest)
+                warp.pending = {r: e for r, e in warp.pending.items() if e > latest}
+            if fresh:
+                warp.pending.pop(target, None)
+        return used
 
     def tensor_free(self, warp: Warp, column: int, count: int, ins: Instruction) -> None:
         agent = self.agents.index[warp.id]

@@ -42,6 +42,7 @@ BANKS: dict[str, tuple[int, Callable[[Array], Array]]] = {
     "hi": (64, lambda a: a.view(np.uint32)[:, 1::2]),
 }
 BANK_NAMES = tuple(BANKS)
+HALF_BANKS = ("hl", "hh", "lo", "hi")
 BANK_INDEX = {name: i for i, name in enumerate(BANK_NAMES)}
 BANK_OF_TYPE = {
     "pred": "p", "b16": "h", "u16": "h", "s16": "k", "b32": "u", "u32": "u", "s32": "i",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blasst.kernels.verify.registers import BANK_NAMES, Array, Ref
+from blasst.kernels.verify.registers import BANK_NAMES, HALF_BANKS, Array, Ref
 
 Function = Callable[..., Any]
 _SIGNATURE = ", ".join(BANK_NAMES)
@@ -26,14 +26,39 @@ class MicroOp(NamedTuple):
     guard: tuple[Ref, bool] | None = None
 
 
+class Flow(NamedTuple):
+    """What values one operation takes and where its result goes, as keys. copy: it computes
+    nothing. fresh: nothing of the target's old value stays."""
+
+    sources: tuple[int, ...]
+    target: int
+    copy: bool
+    fresh: bool
+
+
+WIDE = 1 << 24  # keys of 64-bit rows begin here; those of 32-bit rows are the rows
+
+
+def key(ref: Ref) -> int:
+    """Of 32-bit rows and 64-bit ones, halves included; -1 for predicates and 16-bit rows."""
+    return {32: ref.row, 64: WIDE + ref.row}.get(ref.width, -1)
+
+
+def _flow(op: MicroOp) -> Flow:
+    sources = tuple(k for k in map(key, op.sources) if k >= 0)
+    whole = BANK_NAMES[op.target.bank] not in HALF_BANKS and op.guard is None
+    return Flow(sources, key(op.target), op.function is None, whole)
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """full(*banks) when all lanes run; masked(mask, *banks) else. rows: 32-bit rows it touches."""
+    """full(*banks) when all lanes run; masked(mask, *banks) else. reads, writes: 32-bit rows."""
 
     full: Callable[..., None]
     masked: Callable[..., None]
     reads: frozenset[int]
     writes: frozenset[int]
+    flow: tuple[Flow, ...]
 
 
 def compile_segment(ops: Sequence[MicroOp], first: int) -> Segment:
@@ -57,6 +82,7 @@ def compile_segment(ops: Sequence[MicroOp], first: int) -> Segment:
         namespace["partial"],
         frozenset(r.row for op in ops for r in op.sources if r.width == 32),
         frozenset(op.target.row for op in ops if op.target.width == 32),
+        tuple(map(_flow, ops)),
     )
 
 

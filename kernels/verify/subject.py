@@ -23,12 +23,14 @@ from blasst.kernels.verify.program import Program
 
 @dataclass(frozen=True)
 class Subject:
-    """roles: a warp's name. regions: names of places in dynamic shared memory."""
+    """roles: a warp's name. regions: names of places in dynamic shared memory. scoreboard: as in
+    Launch."""
 
     name: str
     recipe: Recipe
     roles: Callable[[int], str]
     regions: tuple[Region, ...] = ()
+    scoreboard: bool = False
 
 
 @dataclass
@@ -105,7 +107,9 @@ class Workbench:
 
     def launch(self, case: Case) -> Launch:
         """Grid, parameters and descriptors that the kernel's own launcher makes of the case."""
-        return self.launcher.capture(case.arguments, self.subject.roles, self.regions)
+        found = self.launcher.capture(case.arguments, self.subject.roles, self.regions)
+        found.scoreboard = self.subject.scoreboard
+        return found
 
     def run(
         self,

@@ -129,7 +129,7 @@ def _window(block: Block, ops: Operands, warp: Warp, address: int, count: int) -
 
 
 def load(ops: Operands) -> Effect:
-    """Registers may be used after wait::ld, or from their first use on (the scoreboard)."""
+    """Registers may be used after wait::ld; a use before it is misuse, and is waited for."""
     count = _columns(ops)
     rows, place = ops.rows(0), ops.address(1)
     targets = [ops.write(token, "b32") for token in ops.parts(0)]

@@ -26,7 +26,8 @@ class Group:
 class Warp:
     """State of one warp. parked: what it sleeps on; failed: address of its last failed test.
 
-    touched: lanes that used shared memory since the warp met.
+    touched: lanes that used shared memory since the warp met. pending: keys of registers that
+    unfinished tcgen05.ld fill, with the load's epoch.
     """
 
     id: int

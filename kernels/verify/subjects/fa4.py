@@ -39,7 +39,7 @@ def subject(
     recipe = Recipe.of(
         "sm_100a", BUILDER, lines, causal=causal, head_dim=head_dim, processors=processors
     )
-    return Subject("fa4", recipe, role)
+    return Subject("fa4", recipe, role, scoreboard=True)
 
 
 def build(options: dict[str, Any]) -> Any:

@@ -76,7 +76,7 @@ def role(warp: int) -> str:
 def subject(*, skip: bool = False, seeded: bool = True) -> Subject:
     """skip: with skip-softmax compiled in. seeded: False removes the seed of the second tile."""
     recipe = Recipe.of("sm_100a", BUILDER, False, skip=skip, seeded=seeded)
-    return Subject("flashinfer", recipe, role)
+    return Subject("flashinfer", recipe, role, scoreboard=True)
 
 
 def _kernel_class(seeded: bool) -> Any:

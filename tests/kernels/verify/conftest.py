@@ -33,6 +33,7 @@ class Kernel:
     maps: list[bytes] = field(default_factory=list)
     read_only: tuple[str, ...] = ()
     target: str = "sm_100a"
+    scoreboard: bool = False
 
     def text(self) -> str:
         names = [f"buffer_{i}" for i in range(len(self.buffers))]
@@ -54,6 +55,7 @@ class Kernel:
         addresses = [b.ctypes.data for b in self.buffers.values()]
         parameters = [a.to_bytes(8, "little") for a in addresses] + self.maps
         launch = Launch(self.grid, self.threads, self.shared_bytes, parameters)
+        launch.scoreboard = self.scoreboard
         storages = [
             Storage(name, b.ctypes.data, b.reshape(-1).view(np.uint8), name not in self.read_only)
             for name, b in self.buffers.items()

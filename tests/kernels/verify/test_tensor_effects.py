@@ -168,3 +168,32 @@ def test_lanes_of_another_warp(kernel: Callable[..., Any]) -> None:
     out = np.zeros((128, 8), np.float32)
     done = kernel(body, {"out": out}, threads=128, shared_bytes=45056).run()
     assert "this warp reaches lanes" in (done.error or "")
+
+
+COPIES = """
+ mov.b64 %q6, {{%r100, %r101}}; mov.b64 {{%r120, %r121}}, %q6; {before}
+ mov.b32 %r122, %r120; tcgen05.wait::ld.sync.aligned; {after}
+"""
+USE = "add.u32 %r123, %r122, 1;"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scoreboard", "clean"),
+    [
+        ("", USE, False, True),
+        (USE.replace("%r122", "%r121"), "", False, False),
+        (USE.replace("%r122", "%r121"), "", True, True),
+        ("mov.b32 %r121, 7; " + USE.replace("%r122", "%r121"), "", False, True),
+    ],
+    ids=["copied", "used", "used, as the scoreboard allows", "overwritten"],
+)
+def test_registers_of_a_load_are_there_after_its_wait(
+    before: str, after: str, scoreboard: bool, clean: bool, kernel: Callable[..., Any]
+) -> None:
+    """Copies of copies too, through both halves of a 64-bit register."""
+    load = f" tcgen05.ld.sync.aligned.32x32b.x2.b32 {registers(100, 2)}, [%r5];"
+    body = BEGIN + load + COPIES.format(before=before, after=after) + END
+    done = kernel(body, {}, threads=128, shared_bytes=45056, scoreboard=scoreboard).run()
+    assert done.error is None
+    assert done.clean == clean, done.describe()
+    assert clean or "is used before tcgen05.wait::ld" in done.describe()[0]
