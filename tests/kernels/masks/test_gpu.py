@@ -31,12 +31,12 @@ pytestmark = [
 REPEATS = 12
 
 
-def problem() -> tuple[AttentionMask, list[torch.Tensor]]:
+def problem(head_dim: int = 128) -> tuple[AttentionMask, list[torch.Tensor]]:
     sample = shared_prefix_sample(range(700), [range(300), range(411), range(97)])
     batch = pack([sample, sample], pad_to_multiple_of=128)
     mask = bind(shared_prefix() & document() & padding(), batch.segments, "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(1, mask.seqlen_q, heads, 128) for heads in (8, 2, 2, 8)]
+    shapes = [(1, mask.seqlen_q, heads, head_dim) for heads in (8, 2, 2, 8)]
     return mask, [torch.randn(s, generator=generator, device="cuda") for s in shapes]
 
 
@@ -99,11 +99,18 @@ def test_our_kernel_errs_as_bfloat16_and_does_not_wait() -> None:
     assert torch.equal(ours, again)
 
 
-@pytest.mark.parametrize("impl", ["flex-triton", "flex-fa4", "fa4"])
-def test_errors_are_those_of_bfloat16(impl: str) -> None:
+@pytest.mark.parametrize(
+    ("impl", "head_dim"),
+    [
+        ("flex-triton", 128),
+        ("flex-fa4", 128),
+        *(("fa4", head_dim) for head_dim in (32, 64, 96, 128)),
+    ],
+)
+def test_errors_are_those_of_bfloat16(impl: str, head_dim: int) -> None:
     if impl != "flex-triton" and fa4_reasons():
         pytest.skip("; ".join(fa4_reasons()))
-    mask, tensors = problem()
+    mask, tensors = problem(head_dim)
     exact = gradients(mask, tensors, torch.float32, impl="eager")
     plain = gradients(mask, tensors, torch.bfloat16, impl="eager")
     ours = gradients(mask, tensors, torch.bfloat16, impl=impl)
