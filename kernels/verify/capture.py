@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,27 +145,37 @@ def _in_array(value: Any) -> Any:
 
 
 def link(object_file: Path, function: str, module: Module) -> Launcher:
-    """Links an exported object file with the stub, once; needs a C compiler."""
-    import tvm_ffi
+    """Links an exported object file with the stub, once; needs a C compiler.
 
+    The library appears whole or not at all: other processes may load it meanwhile.
+    """
     library = object_file.with_suffix(".so")
     if not library.exists() or library.stat().st_mtime < object_file.stat().st_mtime:
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            raise ToolError("no C compiler (cc) was found; install gcc or clang")
-        runtime = Path(tvm_ffi.__file__).parent / "lib"
-        done = subprocess.run(
-            [
-                compiler, "-shared", "-fPIC", "-w", "-o", str(library), str(object_file), str(STUB),
-                f"-L{runtime}", "-ltvm_ffi", f"-Wl,-rpath,{runtime}", "-Wl,-z,noexecstack",
-                "-Wl,-Bsymbolic",
-            ],  # the real runtime's functions must not take the stub's place
-            capture_output=True,
-            text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise ToolError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            made = Path(scratch) / library.name
+            _link(object_file, made)
+            made.replace(library)
     return Launcher(library, function, module)
+
+
+def _link(object_file: Path, library: Path) -> None:
+    import tvm_ffi
+
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise ToolError("no C compiler (cc) was found; install gcc or clang")
+    runtime = Path(tvm_ffi.__file__).parent / "lib"
+    done = subprocess.run(
+        [
+            compiler, "-shared", "-fPIC", "-w", "-o", str(library), str(object_file), str(STUB),
+            f"-L{runtime}", "-ltvm_ffi", f"-Wl,-rpath,{runtime}", "-Wl,-z,noexecstack",
+            "-Wl,-Bsymbolic",
+        ],  # the real runtime's functions must not take the stub's place
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise ToolError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
 
 
 def _raised() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import blasst.kernels
 from blasst.kernels.hopper.config import Config
 from blasst.kernels.verify.ablate import ablate
 from blasst.kernels.verify.build import Artifact, build, compile_in_process
+from blasst.kernels.verify.capture import link
 from blasst.kernels.verify.errors import ToolError
 from blasst.kernels.verify.subjects import hopper
 from blasst.kernels.verify.witness import differences, find_tool, fingerprint, witness
@@ -81,6 +83,29 @@ def test_lines_change_nothing_but_line_directives(dense: Artifact) -> None:
         str(i) for i in dense.module.instructions
     ]
     assert fingerprint(lined) == fingerprint(dense)
+
+
+COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+printf part > "$2"; [ -e {library} ] && echo early >> {log}; sleep 0.2; printf whole > "$2"
+"""
+
+
+def test_a_library_that_others_load_appears_whole(
+    dense: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that is slow to write; its output is not where others look before it has ended."""
+    library, log = tmp_path / "kernel.so", tmp_path / "log"
+    (tmp_path / "kernel.o").touch()
+    compiler = tmp_path / "cc"
+    compiler.write_text(COMPILER.format(library=library, log=log))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launcher = link(tmp_path / "kernel.o", "kernel", dense.module)
+    assert launcher.library == library
+    assert library.read_text() == "whole"
+    assert not log.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cc", "kernel.o", "kernel.so"]
 
 
 def test_differences_are_found(dense: Artifact) -> None:
