@@ -27,6 +27,10 @@ from blasst.kernels.masks.parallel import Shard, shard_mask
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    # Of torch 2.11, and of names that CUTLASS and FlashAttention-4 use.
+    pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 REPEATS = 12
 
