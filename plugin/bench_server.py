@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KV_BYTES = 4 << 30
+KV_BYTES = 1 << 30
 """Of the cache of each rank: named, since servers that share a GPU cannot measure what is free."""
 NAME = "checked"
 
@@ -119,9 +119,11 @@ def _command(args: Any, port: int) -> list[str]:
         "host": "127.0.0.1",
         "port": port,
     }
-    if args.nodes > 1:
-        options |= {"nnodes": args.nodes, "master-addr": "127.0.0.1", "master-port": free_port()}
+    if _whole_engines(args):
+        options |= {"data-parallel-size-local": args.dp // args.nodes}
         options |= {"data-parallel-address": "127.0.0.1", "data-parallel-rpc-port": free_port()}
+    elif args.nodes > 1:
+        options |= {"nnodes": args.nodes, "master-addr": "127.0.0.1", "master-port": free_port()}
         options |= {"distributed-executor-backend": "mp"}
     if not cpu:
         options |= {"gpu-memory-utilization": 0.05, "kv-cache-memory-bytes": KV_BYTES}
@@ -144,9 +146,17 @@ def _environment(state: Path) -> dict[str, str]:
     }
 
 
+def _whole_engines(args: Any) -> bool:
+    """Each node has engines of its own. vLLM 0.26 takes --nnodes for parts of an engine only."""
+    return bool(args.nodes > 1 and args.dp % args.nodes == 0)
+
+
 def _of_node(args: Any, node: int) -> list[str]:
-    ranked = [f"--node-rank={node}"] if args.nodes > 1 else []
-    return [*ranked, *["--headless"] * (node > 0)]
+    headless = ["--headless"] if node > 0 else []
+    if _whole_engines(args):
+        first = node * args.dp // args.nodes
+        return [*headless, *[f"--data-parallel-start-rank={first}"] * (node > 0)]
+    return [*headless, *[f"--node-rank={node}"] * (args.nodes > 1)]
 
 
 def _of_shared_gpus(args: Any, node: int) -> dict[str, str]:

@@ -68,11 +68,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Size:
-    """So many prompts of so many tokens at once, in so many timed rounds."""
+    """So many prompts of so many tokens at once, in so many timed rounds. names: of the contenders
+    besides stock; None: all of them."""
 
     tokens: int
     batch: int
     rounds: int
+    names: tuple[str, ...] | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add(
         "--more",
         default="",
-        metavar="TOKENS:BATCH:ROUNDS",
-        help="further sizes, comma separated, after the others",
+        metavar="TOKENS:BATCH:ROUNDS[:RATES]",
+        help="further sizes, comma separated, after the others; RATES: only these, such as 0+0.85",
     )
     add("--block-size", type=int, default=None, help="tokens of a cache page (default: vLLM's)")
     add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
@@ -149,7 +151,7 @@ def _run(args: argparse.Namespace, folder: Path) -> None:
                 report["not_run"] = [*report.get("not_run", []), asdict(size)]
             else:
                 run = _Runner(engines, dial, geometry, folder / "stats", size)
-                cells += run.cells(contenders(args), late)
+                cells += run.cells(chosen(args, size), late)
             report["cells"] = [asdict(c) for c in cells]
             (args.out / "ttft.json").write_text(json.dumps(report, indent=1))
             (args.out / "ttft.md").write_text(markdown(cells, report["where"]))
@@ -165,13 +167,28 @@ def sizes(args: argparse.Namespace) -> list[Size]:
         for b in args.batches.split(",")
     ]
     for entry in filter(None, args.more.split(",")):
-        numbers = [int(x) for x in entry.split(":")]
-        if len(numbers) != 3:
-            raise ValueError(f"{entry} is not TOKENS:BATCH:ROUNDS")
-        found.append(Size(*numbers))
-    if min(min(asdict(s).values()) for s in found) < 1:
+        numbers, rates = entry.split(":")[:3], entry.split(":")[3:]
+        if len(numbers) != 3 or len(rates) > 1:
+            raise ValueError(f"{entry} is not TOKENS:BATCH:ROUNDS[:RATES]")
+        names = [_named(float(r)) for r in rates[0].split("+")] if rates else None
+        found.append(Size(*map(int, numbers), None if names is None else tuple(names)))
+    if min(min(s.tokens, s.batch, s.rounds) for s in found) < 1:
         raise ValueError("every number must be 1 or more")
+    known = {c.name for c in contenders(args)}
+    unknown = {name for s in found for name in s.names or ()} - known
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]} is not in --rates {args.rates}")
     return found
+
+
+def chosen(args: argparse.Namespace, size: Size) -> list[Contender]:
+    """Who takes part in one size: stock always does."""
+    names = size.names
+    return [c for c in contenders(args) if names is None or c.name in ("stock", *names)]
+
+
+def _named(rate: float) -> str:
+    return f"ours, skip {rate:.0%}"
 
 
 def _warm_up(args: Any, engines: Any, dial: Any, geometry: Any, folder: Path) -> None:
@@ -187,7 +204,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
     found = [Contender("stock", "stock"), Contender("ours, no threshold", "ours")]
     if not args.no_dense:
         found.append(Contender("ours, dense kernel", "ours", vote=True, dense=True))
-    return found + [Contender(f"ours, skip {r:.0%}", "ours", r, vote=True) for r in rates]
+    return found + [Contender(_named(r), "ours", r, vote=True) for r in rates]
 
 
 class _Runner:

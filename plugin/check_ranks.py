@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of vLLM, all on this host, which then may share its GPUs (default: 1)",
     )
     add("--requests", type=int, default=100, help="of each part (default: 100)")
+    add("--answer-tokens", type=int, default=8, help="of each request of its own (default: 8)")
+    add("--live-tokens", type=int, help="first tokens of prompts while changes are made")
+    add("--live-s", type=float, default=1e9, help="make no further change after these seconds")
     add("--tokens", type=int, default=3000, help="of the longest prompt (default: 3000)")
     add("--prompts", type=Path, help="JSONL of `blasst ruler generate`, instead of random ids")
     add("--dtype", default="bfloat16")
@@ -121,17 +124,21 @@ def _serve(args: argparse.Namespace) -> Found:
         with served(args, state, log) as server:
             found.start_s = time.monotonic() - started
             server.call("/collective_rpc", {"method": "blasst_record", "args": [str(seen)]})
-            _each_its_own(server, state, prompts, found)
-            _live_changes(server, state, prompts, found)
+            _each_its_own(server, state, prompts, found, args.answer_tokens)
+            live = [p[: args.live_tokens] for p in prompts]
+            _live_changes(server, state, live, found, time.monotonic() + args.live_s)
             found.metrics = _metrics(server.text("/metrics"))
         _read_records(seen, found)
     return found
 
 
-def _each_its_own(server: Server, state: Path, prompts: list[list[int]], found: Found) -> None:
+def _each_its_own(
+    server: Server, state: Path, prompts: list[list[int]], found: Found, tokens: int
+) -> None:
     """One request after the other: batches are the same whatever the number of ranks."""
     for i, prompt in enumerate(prompts):
-        found.answers.append(server.complete(prompt, f"own-{i}", blasst_mag=1000 + 37 * i))
+        answer = server.complete(prompt, f"own-{i}", tokens, blasst_mag=1000 + 37 * i)
+        found.answers.append(answer)
     time.sleep(0.6)
     heads = json.loads((server.model / "config.json").read_text())["num_key_value_heads"]
     found.tiles = [[0, 0] for _ in range(heads)]
@@ -144,7 +151,9 @@ def _each_its_own(server: Server, state: Path, prompts: list[list[int]], found: 
             found.tiles[head][what] += int(count)
 
 
-def _live_changes(server: Server, state: Path, prompts: list[list[int]], found: Found) -> None:
+def _live_changes(
+    server: Server, state: Path, prompts: list[list[int]], found: Found, end: float
+) -> None:
     """Clients send without a pause; each change waits for a request that began and ended in it."""
     done = threading.Event()
     began: list[int] = [0]  # the generation each client's last finished request began in
@@ -165,6 +174,8 @@ def _live_changes(server: Server, state: Path, prompts: list[list[int]], found: 
         clients = [pool.submit(client, i) for i in range(CLIENTS)]
         try:
             for number in range(1, len(prompts) + 1):
+                if time.monotonic() > end:
+                    break
                 threshold = SkipThreshold("mag", 1000 + 61 * number)
                 found.written[str(number)] = threshold.skip_lambda()
                 write_desired(state, DesiredState(number, threshold))
@@ -249,7 +260,9 @@ def summary(found: Mapping[str, Any]) -> str:
 def _compare(files: Sequence[Mapping[str, Any]]) -> int:
     one, held = files[0], True
     for other in files[1:]:
-        differ = sum(a != b for a, b in zip(one["answers"], other["answers"], strict=True))
+        pairs = list(zip(one["answers"], other["answers"], strict=True))
+        size = min(len(answer) for pair in pairs for answer in pair)
+        differ = sum(a[:size] != b[:size] for a, b in pairs)
         same_visits = [t[0] for t in one["tiles"]] == [t[0] for t in other["tiles"]]
         apart = max(
             abs(a[1] - b[1]) / max(a[1], 1)
@@ -258,8 +271,9 @@ def _compare(files: Sequence[Mapping[str, Any]]) -> int:
         held &= same_visits and apart <= SKIPS_APART
         print(
             f"tp {other['tp']}, dp {other['dp']} against tp {one['tp']}, dp {one['dp']}: "
-            f"{differ} of {len(one['answers'])} answers differ; visited tiles of each kv head "
-            f"{'equal' if same_visits else 'DIFFER'}; skipped tiles at most {apart:.3%} apart"
+            f"{differ} of {len(pairs)} answers of {size} tokens differ; visited tiles of each "
+            f"kv head {'equal' if same_visits else 'DIFFER'}; "
+            f"skipped tiles at most {apart:.3%} apart"
         )
     return 0 if held else 1
 

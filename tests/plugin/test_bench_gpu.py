@@ -16,7 +16,7 @@ import torch
 from blasst.kernels.testing import DialOptions, dialled_inputs, low_blocks
 from blasst.kernels.types import Geometry
 from blasst.plugin.bench_plot import svg
-from blasst.plugin.bench_ttft import Cell, break_even, contenders, markdown, sizes
+from blasst.plugin.bench_ttft import Cell, break_even, chosen, contenders, markdown, sizes
 from blasst.plugin.bench_ttft import main as bench_ttft
 
 Environment = Callable[[Mapping[str, str]], dict[str, str]]
@@ -73,13 +73,22 @@ def test_a_vote_pays_where_the_line_crosses_stock(
 
 
 def test_sizes_are_lengths_times_batches_and_more() -> None:
-    given = arguments(lengths="512,1024", batches="1,2", rounds=3, more="2048:8:1")
+    given = arguments(lengths="512,1024", batches="1,2", rounds=3, more="2048:8:1,4096:1:1:0.5")
     found = [(s.tokens, s.batch, s.rounds) for s in sizes(given)]
-    assert found == [(512, 1, 3), (512, 2, 3), (1024, 1, 3), (1024, 2, 3), (2048, 8, 1)]
+    assert found[:4] == [(512, 1, 3), (512, 2, 3), (1024, 1, 3), (1024, 2, 3)]
+    assert found[4:] == [(2048, 8, 1), (4096, 1, 1)]
+    few = [c.name for c in chosen(given, sizes(given)[-1])]
+    assert few == ["stock", "ours, skip 50%"]
+    assert chosen(given, sizes(given)[0]) == contenders(given)
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"), [("2048:8", "is not TOKENS:BATCH:ROUNDS"), ("1:0:1", "must be 1 or more")]
+    ("more", "reason"),
+    [
+        ("2048:8", "is not TOKENS:BATCH:ROUNDS"),
+        ("1:0:1", "must be 1 or more"),
+        ("8:1:1:0.3", "skip 30% is not in --rates"),
+    ],
 )
 def test_bad_sizes_are_refused_and_leave_no_folder(
     more: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

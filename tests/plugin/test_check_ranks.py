@@ -91,7 +91,7 @@ def test_comparison_counts_answers_and_tiles(
         files.append(tmp_path / name)
         files[-1].write_text(json.dumps(found))
     assert check_ranks.main(["compare", *map(str, files[:3])]) == 0
-    assert "1 of 2 answers differ" in capsys.readouterr().out
+    assert "1 of 2 answers of 2 tokens differ" in capsys.readouterr().out
     assert check_ranks.main(["compare", str(files[0]), str(files[3])]) == 1
     assert "DIFFER" in capsys.readouterr().out
     assert check_ranks.main(["compare", str(files[0]), str(files[4])]) == 1
