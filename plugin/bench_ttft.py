@@ -170,8 +170,9 @@ def sizes(args: argparse.Namespace) -> list[Size]:
         numbers, rates = entry.split(":")[:3], entry.split(":")[3:]
         if len(numbers) != 3 or len(rates) > 1:
             raise ValueError(f"{entry} is not TOKENS:BATCH:ROUNDS[:RATES]")
-        names = [_named(float(r)) for r in rates[0].split("+")] if rates else None
-        found.append(Size(*map(int, numbers), None if names is None else tuple(names)))
+        tokens, batch, rounds = map(int, numbers)
+        names = tuple(_named(float(r)) for r in rates[0].split("+")) if rates else None
+        found.append(Size(tokens, batch, rounds, names))
     if min(min(s.tokens, s.batch, s.rounds) for s in found) < 1:
         raise ValueError("every number must be 1 or more")
     known = {c.name for c in contenders(args)}
