@@ -14,7 +14,8 @@ from blasst.kernels.bench.masks import TENSORS, Plan, Row, flex_form, refusal, t
 from blasst.kernels.masks.segments import Segments
 
 REPEATS = 12
-FLOOR_REPEATS = 6
+FLOOR_REPEATS = 24
+"""FlashAttention-4 may repeat itself many times and then not."""
 SETTINGS = {"off": (False, False), "warn_only": (True, True), "strict": (True, False)}
 """Of torch.use_deterministic_algorithms: (mode, warn_only)."""
 FORMS = ("mask", "score", "plain")
