@@ -23,13 +23,16 @@ def issue(
     a: cute.Tensor,
     b: cute.Tensor,
     accumulate: cutlass.Constexpr[bool],
+    part: cutlass.Constexpr[tuple[int, int] | None] = None,
 ) -> None:
-    """acc (+)= a @ b.T over all k steps of the fragments a and b; wait_group waits for it."""
+    """acc (+)= a @ b.T over all k steps of the fragments a and b, or a part: the first of them and
+    how many; wait_group waits for it."""
     warpgroup.fence()
     # A new atom: its accumulate field changes below.
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+    first, count = (0, cute.size(a, mode=[2])) if part is None else part
+    for k in cutlass.range_constexpr(first, first + count):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

@@ -1,9 +1,8 @@
 """Online softmax on scores relative to a base of their row, in log2 units, which seldom changes.
 
-The four threads of a quad share a row. What a block does to its rows is decided on the bits of
-floats: an integer maximum takes three operands, a float maximum two. The least unsigned bits are
-those of the largest float when none is positive, and of a positive float otherwise.
-"""
+The four threads of a quad share a row. Blocks are judged by the bits of floats: an integer maximum
+takes three operands. Their order is right if the largest number is not negative. With a vote, the
+base is so far below a row's maximum that it needs no block of negative scores."""
 
 import math
 from dataclasses import dataclass
@@ -13,106 +12,100 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from blasst.kernels.cute.fragment import ROWS_PER_THREAD, rows_view, step_of
+from blasst.kernels.cute.fragment import ROWS_PER_THREAD, rows_view
 
 QUAD = 4
 LN_2 = math.log(2.0)
-BELOW_FINITE = 0xFF800000  # of -inf: those of all other numbers are less
-SLACK, SLACK_BITS = 8.0, 0x41000000
-SMALLEST = 2.0**-126
+SLACK = 8.0
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LEAST, GREATEST = -0x80000000, 0x7FFFFFFF  # signed bits: any number is above, none is
+NOTHING = -0x800000  # signed bits of -inf
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Which blocks the rows of a thread need: a score no more than -floor below the maximum.
+    """Which blocks the rows of a thread need: one with a score of at least `level`.
 
-    lead: registers [2], how far the true maximum of a row is above its base. keep_at: registers
-    [2], the row needs the block when its least unsigned bits are below. floor: log2(lambda), < 0;
-    exists: [2], whether there is such a row. slack_bits: of what a maximum may lead by.
+    level: registers [2], relative to the base. It is `margin + floor` at a base that is `margin`
+    below the maximum, and rises with the maximum; -inf or the least number while the row has seen
+    nothing, inf where there is no such row. floor: log2(lambda), < 0. deep: it is below -margin.
     """
 
-    lead: cute.Tensor
-    keep_at: cute.Tensor
+    level: cute.Tensor
     floor: Float32
-    exists: cute.Tensor
-    slack_bits: Int32
+    deep: Boolean
 
     @cute.jit
-    def least_bits(self, scores: cute.Tensor) -> cute.Tensor:
-        """[2], unsigned: of the thread's columns of each row."""
-        rows = rows_view(cute.recast_tensor(scores, Uint32))
-        bits = cute.make_rmem_tensor(ROWS_PER_THREAD, Uint32)
+    def passes(self, bits: cute.Tensor) -> Boolean:
+        """Whether a row of this thread needs the block, all levels being >= 0. bits: greatest."""
+        level = cute.recast_tensor(self.level, Int32)
+        return (bits[0] >= level[0]) | (bits[1] >= level[1])
+
+    @cute.jit
+    def passes_any(self, bits: cute.Tensor, scores: cute.Tensor) -> Boolean:
+        """The same for any levels."""
+        least = least_bits(scores)
+        level = cute.recast_tensor(self.level, Uint32)
+        needed = Boolean(False)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            chains = [Uint32(rows[r, c]) for c in range(3)]
-            for c in cutlass.range_constexpr(3, cute.size(rows, mode=[1])):
-                at = (c - 3) // 2 % 3
-                chains[at] = cutlass.min(chains[at], Uint32(rows[r, c]))
-            bits[r] = cutlass.min(cutlass.min(chains[0], chains[1]), chains[2])
-        return bits
+            signed = as_bits(self.level[r])
+            needed = needed | (bits[r] >= cutlass.max(signed, 0))
+            needed = needed | ((signed < 0) & (least[r] <= Uint32(level[r])))
+        return needed
 
     @cute.jit
-    def vetoes(self, scores: cute.Tensor) -> Boolean:
-        """Whether a row of this thread needs the block; one that has seen nothing needs a key."""
-        bits = self.least_bits(scores)
-        return (bits[0] < self.keep_at[0]) | (bits[1] < self.keep_at[1])
-
-    @cute.jit
-    def follow(self, bits: cute.Tensor, seen: cute.Tensor) -> None:
-        """The block was kept. bits: its greatest, signed; seen: Softmax.rebase_at."""
+    def follow(self, bits: cute.Tensor) -> None:
+        """The block was kept. bits: its greatest."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             top = Int32(bits[r])
             top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, 2))
             top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, 1))
-            # Signed bits of floats are in order when one of them is not negative.
-            lead = cute.recast_tensor(self.lead, Int32)
-            lead[r] = cutlass.max(Int32(lead[r]), top)
-            keep_at = next_bits(self.floor + self.lead[r])
-            keep_at = keep_at if seen[r] != Int32(LEAST) else self.keep_at[r]
-            self.keep_at[r] = keep_at if self.exists[r] != 0 else Uint32(0)
+            self.level[r] = cute.arch.fmax(self.level[r], as_float(top) + self.floor)
 
 
 @cute.jit
-def next_bits(x: Float32) -> Uint32:
-    """Of negative numbers: "at least x" is "bits below these"."""
+def least_bits(scores: cute.Tensor) -> cute.Tensor:
+    """[2], unsigned, of the thread's columns of each row: of the largest if none is positive."""
+    rows = rows_view(cute.recast_tensor(scores, Uint32))
+    bits = cute.make_rmem_tensor(ROWS_PER_THREAD, Uint32)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        chains = [Uint32(rows[r, c]) for c in range(3)]
+        for c in cutlass.range_constexpr(3, cute.size(rows, mode=[1])):
+            at = (c - 3) // 2 % 3
+            chains[at] = cutlass.min(chains[at], Uint32(rows[r, c]))
+        bits[r] = cutlass.min(cutlass.min(chains[0], chains[1]), chains[2])
+    return bits
+
+
+@cute.jit
+def as_float(bits: Int32) -> Float32:
+    word = cute.make_rmem_tensor(1, Int32)
+    word[0] = bits
+    return Float32(cute.recast_tensor(word, Float32)[0])
+
+
+@cute.jit
+def as_bits(x: Float32) -> Int32:
     word = cute.make_rmem_tensor(1, Float32)
     word[0] = x
-    return Uint32(cute.recast_tensor(word, Uint32)[0]) + Uint32(1)
-
-
-@cute.jit
-def make_threshold(first_row: Int32, rows: Int32, log2_lambda: Float32) -> Threshold:
-    lead = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-    keep_at = cute.make_rmem_tensor(ROWS_PER_THREAD, Uint32)
-    exists = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
-    slack = cute.make_rmem_tensor(1, Float32)
-    lead.fill(0.0)
-    # Negative, also where log2 is not exact: its bits are in order only then.
-    floor = -cute.arch.fmax(-log2_lambda, Float32(SMALLEST))
-    # Half of it, so that the maximum stays above what a block is compared with.
-    slack[0] = -cute.arch.fmax(floor * 0.5, Float32(-SLACK))
-    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        exists[r] = Int32(1) if first_row + 8 * r < rows else Int32(0)
-        # A row that has seen nothing needs a key; lambda 0 keeps what is all -inf too.
-        unseen = cutlass.max(next_bits(floor), Uint32(BELOW_FINITE))
-        keep_at[r] = unseen if exists[r] != 0 else Uint32(0)
-    bits = Int32(cute.recast_tensor(slack, Int32)[0])
-    return Threshold(lead, keep_at, floor, exists, bits)
+    return Int32(cute.recast_tensor(word, Int32)[0])
 
 
 @dataclass(frozen=True)
 class Softmax:
     """base, row_sum: registers [2]; the sum covers the thread's own columns only.
 
-    The base of a row follows its maximum when a score is more than a slack above it: when the
-    greatest signed bits of its scores are above `rebase_at`, registers [2] (`LEAST` until the row
-    has seen a key, `GREATEST` for rows that do not exist).
+    The base of a row is `margin` below its maximum, and follows when a score is more than a slack
+    above that: when the greatest bits of its scores are above `rebase_at`, registers [2] (`LEAST`
+    until the row has seen a key, `GREATEST` for rows that do not exist), `ceiling` of others.
     """
 
     base: cute.Tensor
     row_sum: cute.Tensor
     scale_log2: Float32
     rebase_at: cute.Tensor
+    ceiling: Int32
+    margin: Float32
     vote: Any = None
 
     @cute.jit
@@ -138,8 +131,11 @@ class Softmax:
         return bits
 
     @cute.jit
-    def outgrown(self, bits: cute.Tensor) -> Boolean:
-        """Whether the base of a row of this thread must follow. bits: the greatest."""
+    def outgrown(self, bits: cute.Tensor, seen: cutlass.Constexpr[bool]) -> Boolean:
+        """Whether the base of a row of this thread must follow. bits: the greatest; seen: all rows
+        have seen a key."""
+        if cutlass.const_expr(seen):
+            return (bits[0] > self.ceiling) | (bits[1] > self.ceiling)
         return (bits[0] > self.rebase_at[0]) | (bits[1] > self.rebase_at[1])
 
     @cute.jit
@@ -158,42 +154,46 @@ class Softmax:
         return largest
 
     @cute.jit
-    def rebase(self, scores: cute.Tensor, factors: cute.Tensor) -> None:
-        """The bases become the true maxima, shifted scores follow. factors: [2], of the output."""
+    def rebase(
+        self, scores: cute.Tensor, factors: cute.Tensor, seen: cutlass.Constexpr[bool]
+    ) -> None:
+        """The bases follow the true maxima, shifted scores follow. factors: [2], of the output."""
         largest = self.thread_max(scores)
         rows = rows_view(scores)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             top = cute.arch.warp_reduction_max(largest[r], threads_in_group=QUAD)
-            step = cute.arch.fmax(top, Float32(0.0))
+            step = cute.arch.fmax(top - self.margin, Float32(0.0))
             if cutlass.const_expr(self.vote is not None):
-                step = cute.arch.fmax(step, self.vote.lead[r])
+                lead = self.vote.level[r] - self.vote.floor - self.margin
+                # Not of a row that does not exist.
+                step = cute.arch.fmax(step, lead if lead < LARGEST else Float32(0.0))
             factor = cute.math.exp2(-step, fastmath=True)
-            if self.rebase_at[r] == Int32(LEAST):
-                step = Float32(0.0) if top == -Float32.inf else top
-                factor = Float32(1.0)
+            if cutlass.const_expr(not seen):
+                if self.rebase_at[r] == Int32(LEAST):
+                    step = Float32(0.0) if top == -Float32.inf else top - self.margin
+                    factor = Float32(1.0)
+                if top > -Float32.inf:
+                    self.rebase_at[r] = cutlass.max(self.rebase_at[r], self.ceiling)
             factors[r] = factor
             self.row_sum[r] = self.row_sum[r] * factor
             self.base[r] = self.base[r] + step
             if cutlass.const_expr(self.vote is not None):
-                self.vote.lead[r] = 0.0
-            if top > -Float32.inf:
-                self.rebase_at[r] = cutlass.max(self.rebase_at[r], self.slack_bits())
+                level = self.margin + self.vote.floor
+                if cutlass.const_expr(not seen):
+                    level = level if top > -Float32.inf else self.vote.level[r]
+                self.vote.level[r] = level if self.vote.level[r] < Float32.inf else Float32.inf
             for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
                 rows[r, c] = rows[r, c] - step
 
-    def slack_bits(self) -> Int32:
-        return Int32(SLACK_BITS) if self.vote is None else self.vote.slack_bits
-
     @cute.jit
-    def exponentiate(self, scores: cute.Tensor, steps: cutlass.Constexpr[int]) -> None:
-        """Shifted scores become P in place; steps: of 16 keys."""
-        for step in cutlass.range_constexpr(steps):
-            rows = rows_view(step_of(scores, step))
-            for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    p = cute.math.exp2(rows[r, c], fastmath=True)
-                    self.row_sum[r] = self.row_sum[r] + p
-                    rows[r, c] = p
+    def exponentiate(self, scores: cute.Tensor) -> None:
+        """Shifted scores, any of the thread's, become P in place."""
+        rows = rows_view(scores)
+        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                p = cute.math.exp2(rows[r, c], fastmath=True)
+                self.row_sum[r] = self.row_sum[r] + p
+                rows[r, c] = p
 
     @cute.jit
     def finish(self) -> tuple[cute.Tensor, cute.Tensor]:
@@ -209,21 +209,40 @@ class Softmax:
 
 @cute.jit
 def make_softmax(
-    scale_log2: Float32, first_row: Int32, rows: Int32, log2_lambda: Float32 | None
+    scale_log2: Float32,
+    first_row: Int32,
+    rows: Int32,
+    log2_lambda: Float32 | None,
+    highest: cutlass.Constexpr[float],
 ) -> Softmax:
     """first_row: of the thread; of its two rows, 8 apart, those below `rows` exist. log2_lambda:
-    None without a vote."""
+    None without a vote. highest: of P, in log2 units."""
     base = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
     row_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
     rebase_at = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
     base.fill(0.0)
     row_sum.fill(0.0)
-    vote = None
-    if cutlass.const_expr(log2_lambda is not None):
-        vote = make_threshold(first_row, rows, log2_lambda)
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
         rebase_at[r] = Int32(LEAST) if first_row + 8 * r < rows else Int32(GREATEST)
-    return Softmax(base, row_sum, scale_log2, rebase_at, vote)
+    vote, margin, slack = None, Float32(0.0), Float32(SLACK)
+    if cutlass.const_expr(log2_lambda is not None):
+        # Negative, also where log2 is not exact.
+        floor = cute.arch.fmin(log2_lambda, Float32(-SMALLEST))
+        margin = cute.arch.fmin(-floor, Float32(0.75 * highest))
+        # Half of it, so that the maximum stays above what a block is compared with.
+        slack = cute.arch.fmin(-0.5 * floor, Float32(min(SLACK, 0.25 * highest)))
+        vote = make_threshold(first_row, rows, floor, margin)
+    return Softmax(base, row_sum, scale_log2, rebase_at, as_bits(margin + slack), margin, vote)
+
+
+@cute.jit
+def make_threshold(first_row: Int32, rows: Int32, floor: Float32, margin: Float32) -> Threshold:
+    """Of rows that have seen nothing: they need a key; lambda 0 keeps what is all -inf too."""
+    level = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        unseen = -Float32.inf if floor < -LARGEST else Float32(-LARGEST)
+        level[r] = unseen if first_row + 8 * r < rows else Float32.inf
+    return Threshold(level, floor, margin + floor < 0.0)
 
 
 @cute.jit

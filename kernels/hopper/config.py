@@ -9,18 +9,10 @@ WARPGROUP = 128
 WARP = 32
 ROWS = 64  # of a warpgroup's matrix product, and of its vote
 SMALL_PAGES = (16, 32)
-SLOTS = 2  # votes of a warpgroup that may be under way
+HIGHEST = {"float16": 15.0, "bfloat16": 80.0}  # of P, in log2 units: float16 ends at 16
 
-# The fastest measured, by head_dim and whether there is a vote (docs/measurements).
-TUNED: dict[tuple[int, bool], dict[str, Any]] = {
-    (128, False): {"key_stages": 3},
-    (128, True): {"q_in_registers": True, "key_stages": 4},
-    (64, False): {"warpgroups": 3},
-    (64, True): {"warpgroups": 3, "key_stages": 4},
-}
-
-# Under a block mask: three warpgroups leave 160 registers, too few for a vote and bits of a mask.
-MASKED: dict[tuple[int, bool], dict[str, Any]] = {(64, True): {"key_stages": 4}}
+# The fastest measured, by head_dim (docs/measurements).
+TUNED: dict[int, dict[str, Any]] = {64: {"key_stages": 4, "value_stages": 3}}
 
 
 @dataclass(frozen=True)
@@ -39,11 +31,10 @@ class Config:
     page_size: int
     vote: bool
     count: bool
-    warpgroups: int = 2
+    warpgroups: int = 3
     tile_n: int = 128
-    key_stages: int = 2
+    key_stages: int = 3
     value_stages: int = 2
-    q_in_registers: bool = False
     cluster: int = 1
     trace: bool = False
     block_mask: bool = False
@@ -103,9 +94,14 @@ class Config:
         return self.warpgroups + 2 * (self.key_stages + self.value_stages)
 
     @property
-    def looks_ahead(self) -> bool:
-        """The next keys are awaited before the scores: with two stages they cannot be there."""
-        return self.key_stages > 2
+    def parts(self) -> int:
+        """Of P @ V. The bits of a mask leave no registers for more than two."""
+        return 2 if self.block_mask and self.head_dim == 128 else 4
+
+    @property
+    def highest(self) -> float:
+        """Of P, in log2 units."""
+        return HIGHEST[self.dtype]
 
     @property
     def bytes_per_stage(self) -> int:

@@ -1,7 +1,7 @@
 """Consumer warpgroup: 64 query rows against the key blocks, skipping those that do not matter.
 
-The product P @ V of a block is issued one visit later, behind the next Q @ K.T. Visits after a kept
-block and after a skipped one are loops of their own, each without what it does not need.
+Nothing of a warpgroup runs ahead of its own decisions: the tensor core works for the others
+meanwhile. P takes the registers of its scores, part by part, and each part is multiplied at once.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from blasst.kernels.cute.fragment import (
     ROWS_PER_THREAD,
@@ -22,13 +22,11 @@ from blasst.kernels.cute.fragment import (
 )
 from blasst.kernels.cute.mma import issue
 from blasst.kernels.cute.ring import Ring
-from blasst.kernels.cute.softmax import LEAST, Softmax, scale_rows
+from blasst.kernels.cute.softmax import NOTHING, Softmax, scale_rows
 from blasst.kernels.cute.tile import Tile, position_of
 from blasst.kernels.cute.trace import NO_TRACE, Step, Trace
-from blasst.kernels.hopper.config import Config
-
-# When the values of the block before the last are released.
-NOTHING, AFTER_PRODUCT, AT_ONCE = 0, 1, 2
+from blasst.kernels.cute.vote import any_thread
+from blasst.kernels.hopper.config import WARPGROUP, Config
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class Operands:
 class Consumer:
     """tile: this warpgroup's rows. visits: blocks of the whole thread block's tile, >= tile's.
 
-    ballot: `ballot.Ballot`, None without a vote. seen: with a block mask, `seen.Seen`, what the
-    rows see of each visit.
+    seen: with a block mask, `seen.Seen`, what the rows see of each visit.
     """
 
     config: Config
@@ -62,7 +59,6 @@ class Consumer:
     values: Ring
     operands: Operands
     softmax: Softmax
-    ballot: Any
     seen: Any = None
     trace: Trace = NO_TRACE
 
@@ -77,54 +73,12 @@ class Consumer:
         skipped = Int32(0)
         self.operands.acc.fill(0.0)
         if self.tile.n_blocks > 0:
-            whole = lead + 1
-            if cutlass.const_expr(self.seen is None):
-                whole = cutlass.max(self.visits - self.tile.n_full, whole)
-            self.look_ahead(lead)
-            keep = Boolean(False)
-            for i in cutlass.range(lead, whole, unroll=1):
-                keep = self.visit_alone(i, keep, lead)
-                skipped += 1 - Int32(keep)
-            if cutlass.const_expr(self.chooses):
-                skipped += self.choose_from(whole, keep)
-            else:
-                for i in cutlass.range(whole, self.visits, unroll=1):
-                    self.visit_after_kept(i, i)
-                self.values.wait(self.visits - 1)
-                self.issue_pv(self.visits - 1)
-            warpgroup.wait_group(0)
+            self.keys.wait(lead)
+            skipped = self.visit_all(lead)
+            self.values.wait(self.visits - 1)
             if cutlass.const_expr(self.seen is not None):
                 # Blocks of the others came by as if they were skipped.
                 skipped -= self.visits - lead - self.tile.n_blocks
-        return skipped
-
-    @property
-    def chooses(self) -> bool:
-        """Whether a block may be left out."""
-        return self.config.vote or self.seen is not None
-
-    @cute.jit
-    def choose_from(self, first: Int32, keep: Boolean) -> Int32:
-        """Visits from `first` on, and the last product. keep: the block before was kept. Returns
-        the number of skipped blocks."""
-        i, skipped, votes, owed = first, Int32(0), Int32(0), Int32(NOTHING)
-        while i < self.visits:
-            while keep & (i < self.visits):
-                keep = self.visit_after_kept(i, votes)
-                skipped += 1 - Int32(keep)
-                owed = Int32(AFTER_PRODUCT)
-                votes += 1
-                i += 1
-            while (i < self.visits) & (not keep):
-                keep = self.visit_after_skipped(i, owed)
-                skipped += 1 - Int32(keep)
-                owed = Int32(AT_ONCE)
-                i += 1
-        self.values.wait(self.visits - 1)
-        if keep:
-            self.issue_pv(self.visits - 1)
-        elif self.visits > 1:
-            self.values.wait(self.visits - 2)
         return skipped
 
     @cute.jit
@@ -136,190 +90,111 @@ class Consumer:
         self.values.release(i)
 
     @cute.jit
-    def visit_alone(self, i: Int32, keep: Boolean, lead: Int32) -> Boolean:
-        """The first block, which is kept, and blocks across the diagonal; nothing overlaps."""
-        o = self.operands
-        if cutlass.const_expr(not self.config.looks_ahead):
-            self.keys.wait(i)
-        self.issue_qk(i)
-        words = self.look_up(i)
-        if keep:
-            self.values.wait(i - 1)
-            self.issue_pv(i - 1)
-        self.look_ahead(i + 1)
-        warpgroup.wait_group(0)
-        self.keys.release(i)
-        if i > lead:
-            self.values.wait(i - 1)
-            self.values.release(i - 1)
-        self.mask(self.visits - 1 - i, words)
-        self.softmax.shift(o.scores)
-        kept = Boolean(True)
-        if cutlass.const_expr(self.config.vote):
-            veto = self.softmax.vote.vetoes(o.scores)
-            kept = self.ballot.together(veto | (i == lead))
-        if kept:
-            self.exponentiate(self.rebase())
-            self.convert()
-        return kept
+    def visit_all(self, lead: Int32) -> Int32:
+        """Visits from `lead` on; returns the number of skipped blocks."""
+        skipped = Int32(0)
+        settled = self.settled_from(lead)
+        for i in cutlass.range(lead, settled, unroll=1):
+            skipped += 1 - Int32(self.visit(i, lead, False))
+        if cutlass.const_expr(self.seen is None):
+            for i in cutlass.range(settled, self.visits, unroll=1):
+                skipped += 1 - Int32(self.visit(i, lead, True))
+        return skipped
 
     @cute.jit
-    def visit_after_kept(self, i: Int32, votes: Int32) -> Boolean:
-        """Returns whether block i is kept. votes: how many there were in such visits."""
+    def settled_from(self, lead: Int32) -> Int32:
+        """The first visit before which every row has seen a key, that needs no mask, and where
+        only what is not negative passes the vote. Under a block mask there is none."""
+        first = self.visits
+        if cutlass.const_expr(self.seen is None):
+            whole = self.visits - self.tile.n_full
+            first = cutlass.min(cutlass.max(whole, lead) + 1, self.visits)
+            if cutlass.const_expr(self.config.vote):
+                deep = cute.arch.make_warp_uniform(Int32(self.softmax.vote.deep))
+                first = cutlass.max(first, deep * self.visits)
+        return first
+
+    @cute.jit
+    def visit(self, i: Int32, lead: Int32, settled: cutlass.Constexpr[bool]) -> Boolean:
+        """Returns whether block i is kept; the first one is. Its keys are there."""
         o = self.operands
-        if cutlass.const_expr(not self.config.looks_ahead):
-            self.keys.wait(i)
-        self.trace.mark(Step.WAIT_KEYS, i)
         # S = Q @ K.T
-        self.issue_qk(i)
+        issue(o.mma_qk, o.scores, o.q, o.k[None, None, None, self.keys.stage(i)], False)
         words = self.look_up(i)
-        self.values.wait(i - 1)
-        # O += P @ V, of the previous block
-        self.issue_pv(i - 1)
+        if i > lead:
+            # Not before they are there: a stage counts the arrivals of one round at a time.
+            self.values.wait(i - 1)
+            self.values.release(i - 1)
         self.trace.mark(Step.WAIT_VALUES, i)
-        self.look_ahead(i + 1)
-        warpgroup.wait_group(1)
+        if i + 1 < self.visits:
+            self.keys.wait(i + 1)
+        self.trace.mark(Step.WAIT_KEYS, i)
+        warpgroup.wait_group(0)
         self.trace.mark(Step.WAIT_SCORES, i)
         self.keys.release(i)
-        self.hide(words)
+        if cutlass.const_expr(not settled):
+            self.mask(self.visits - 1 - i, words)
         self.softmax.shift(o.scores)
         bits = self.softmax.greatest_bits(o.scores)
-        outgrown = cute.arch.vote_any_sync(self.softmax.outgrown(bits))
         self.trace.mark(Step.MAX, i)
-        kept = Boolean(True)
-        if cutlass.const_expr(self.seen is not None):
-            kept = self.seen.visited()
-        if cutlass.const_expr(self.config.vote):
-            kept = self.ballot.eager(self.needs(bits, kept), votes)
+        kept = self.needed(bits, i == lead, settled)
         self.trace.mark(Step.VOTE, i)
         if kept:
-            # All warps of the group alike: whose bases follow, they decide for themselves.
+            outgrown = self.softmax.outgrown(bits, settled)
+            if cute.arch.vote_any_sync(outgrown):
+                bits = self.rebase(settled)
+            if cutlass.const_expr(self.config.vote):
+                self.softmax.vote.follow(bits)
+            # O += P @ V
+            self.multiply(i)
+            self.trace.mark(Step.EXP2, i)
+            # In this branch: beyond it ptxas keeps P and scores apart, for which there is no room.
             warpgroup.wait_group(0)
             self.trace.mark(Step.WAIT_PV, i)
-            self.values.release(i - 1)
-            self.exponentiate(self.follow(bits, outgrown))
-            self.trace.mark(Step.EXP2, i)
-            self.convert()
-            self.trace.mark(Step.STORE_P, i)
         return kept
 
     @cute.jit
-    def visit_after_skipped(self, i: Int32, owed: Int32) -> Boolean:
-        """Returns whether block i is kept. owed: when the values of block i - 2 are released."""
-        o = self.operands
-        if cutlass.const_expr(not self.config.looks_ahead):
-            self.keys.wait(i)
-        self.trace.mark(Step.WAIT_KEYS, i)
-        self.issue_qk(i)
-        words = self.look_up(i)
-        if owed == AT_ONCE:
-            self.values.wait(i - 2)
-            self.values.release(i - 2)
-        self.trace.mark(Step.WAIT_VALUES, i)
-        self.look_ahead(i + 1)
-        warpgroup.wait_group(0)
-        self.trace.mark(Step.WAIT_SCORES, i)
-        self.hide(words)
-        self.softmax.shift(o.scores)
-        kept = Boolean(True)
+    def needed(
+        self, bits: cute.Tensor, first: Boolean, settled: cutlass.Constexpr[bool]
+    ) -> Boolean:
+        """Whether a row of the warpgroup needs the block of these scores. bits: the greatest."""
+        own = Boolean(True)
         if cutlass.const_expr(self.seen is not None):
-            kept = self.seen.visited()
-        veto = kept
+            own = self.seen.visited()
         if cutlass.const_expr(self.config.vote):
-            veto = self.softmax.vote.vetoes(o.scores) & kept
-        self.keys.release(i)
-        if owed == AFTER_PRODUCT:
-            self.values.release(i - 2)
-        self.trace.mark(Step.MAX, i)
-        if cutlass.const_expr(self.config.vote):
-            kept = self.ballot.together(veto)
-        self.trace.mark(Step.VOTE, i)
-        if kept:
-            self.values.wait(i - 1)
-            self.values.release(i - 1)
-            bits = self.softmax.greatest_bits(o.scores)
-            outgrown = cute.arch.vote_any_sync(self.softmax.outgrown(bits))
-            self.exponentiate(self.follow(bits, outgrown))
-            self.convert()
-            self.trace.mark(Step.STORE_P, i)
-        return kept
+            if cutlass.const_expr(settled):
+                veto = self.softmax.vote.passes(bits)
+            else:
+                veto = self.softmax.vote.passes_any(bits, self.operands.scores) | first
+            barrier = self.config.group_barrier(self.group)
+            # The vote of the warp tells the compiler that the branches on it are uniform.
+            own = cute.arch.vote_any_sync(any_thread(veto & own, barrier, WARPGROUP))
+        return own
 
     @cute.jit
-    def needs(self, bits: cute.Tensor, own: Boolean) -> Boolean:
-        """Whether a row of this warp needs the block. bits: the greatest; own: it is visited."""
-        # Nothing above a base is ever skipped, and after a kept block that mostly settles it.
-        needed = cute.arch.vote_any_sync(((bits[0] > 0) | (bits[1] > 0)) & own)
-        if not needed:
-            needed = cute.arch.vote_any_sync(self.softmax.vote.vetoes(self.operands.scores) & own)
-        return needed
-
-    @cute.jit
-    def follow(self, bits: cute.Tensor, outgrown: Boolean) -> cute.Tensor:
-        """Bases follow the block's scores if any of the warp has to. bits: the greatest; returns
-        those of what the scores have become."""
-        if outgrown:
-            bits = self.rebase()
-        return bits
-
-    @cute.jit
-    def rebase(self) -> cute.Tensor:
-        """All rows of the warp, with no product in flight. Returns bits, none positive."""
+    def rebase(self, settled: cutlass.Constexpr[bool]) -> cute.Tensor:
+        """All rows of the warp, with no product in flight. Returns bits that change no level."""
         factors = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        self.softmax.rebase(self.operands.scores, factors)
+        self.softmax.rebase(self.operands.scores, factors, settled)
         scale_rows(self.operands.acc, factors)
         bits = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
-        bits.fill(LEAST)
+        bits.fill(NOTHING)
         return bits
 
     @cute.jit
-    def exponentiate(self, bits: cute.Tensor) -> None:
-        """Scores become P. bits: their greatest."""
-        if cutlass.const_expr(self.config.vote):
-            self.softmax.vote.follow(bits, self.softmax.rebase_at)
-        self.softmax.exponentiate(self.operands.scores, self.steps)
-
-    @property
-    def steps(self) -> int:
-        """Of 16 keys in a block."""
-        return self.config.tile_n // 16
-
-    @cute.jit
-    def look_ahead(self, i: Int32) -> None:
-        if cutlass.const_expr(self.config.looks_ahead):
-            self.await_keys(i)
-
-    @cute.jit
-    def await_keys(self, i: Int32) -> None:
-        if i < self.visits:
-            self.keys.wait(i)
-
-    @cute.jit
-    def convert(self) -> None:
-        """P to the operand of P @ V."""
-        o = self.operands
-        for step in cutlass.range_constexpr(self.steps):
-            p = step_of(o.scores, step).load().to(o.p.element_type)
-            step_of(o.p, step).store(p)
-
-    @cute.jit
-    def read_queries(self, rows: cute.Tensor) -> None:
-        """The warpgroup's rows from shared memory to registers."""
-        o = self.operands
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), rows.element_type)
-        copy = cute.make_tiled_copy_A(atom, o.mma_qk).get_slice(self.thread)
-        cute.copy(atom, copy.partition_S(rows), copy.retile(o.q))
-        # From here on one lane of a warp arrives at barriers for all of them.
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def issue_qk(self, i: Int32) -> None:
-        o = self.operands
-        issue(o.mma_qk, o.scores, o.q, o.k[None, None, None, self.keys.stage(i)], False)
-
-    @cute.jit
-    def issue_pv(self, i: Int32) -> None:
-        o = self.operands
-        issue(o.mma_pv, o.acc, o.p, o.v[None, None, None, self.values.stage(i)], True)
+    def multiply(self, i: Int32) -> None:
+        """Scores become P; P @ V of a part runs while the exponentials of the next are taken."""
+        o, parts = self.operands, self.config.parts
+        steps = self.config.tile_n // 16 // parts
+        for part in cutlass.range_constexpr(parts):
+            for step in cutlass.range_constexpr(steps * part, steps * part + steps):
+                scores = step_of(o.scores, step)
+                self.softmax.exponentiate(scores)
+                step_of(o.p, step).store(scores.load().to(o.p.element_type))
+            if cutlass.const_expr(part == 0):
+                self.values.wait(i)
+            v = o.v[None, None, None, self.values.stage(i)]
+            issue(o.mma_pv, o.acc, o.p, v, True, (steps * part, steps))
 
     @cute.jit
     def look_up(self, i: Int32) -> Any:
@@ -331,16 +206,10 @@ class Consumer:
         return words
 
     @cute.jit
-    def hide(self, words: Any) -> None:
-        """What the block mask hides becomes -inf."""
-        if cutlass.const_expr(self.seen is not None):
-            self.seen.hide(self.operands.scores, words)
-
-    @cute.jit
     def mask(self, n: Int32, words: Any) -> None:
         """Scores of block n that a row does not see become -inf."""
         if cutlass.const_expr(self.seen is not None):
-            self.hide(words)
+            self.seen.hide(self.operands.scores, words)
         elif n >= self.tile.n_full:
             self.hide_beyond(n)
 

@@ -12,7 +12,7 @@ import torch
 from blasst.kernels.block_lists import group_lists
 from blasst.kernels.call import Call
 from blasst.kernels.cute.host import Inputs, choice_reasons, geometry_reasons, problem_choices
-from blasst.kernels.hopper.config import MASKED, ROWS, TUNED, Config
+from blasst.kernels.hopper.config import ROWS, TUNED, Config
 from blasst.kernels.types import Geometry, PagedKV, Problem, RaggedKV
 
 DTYPES = ("bfloat16", "float16")
@@ -90,9 +90,7 @@ def config_for(
     The number of heads decides Config.cluster, which is left at 1. The lists of a block mask say
     what causality hides, so that one build serves both.
     """
-    tuned = TUNED.get((head_dim, vote), {})
-    if block_mask:
-        tuned = MASKED.get((head_dim, vote), tuned)
+    tuned = TUNED.get(head_dim, {})
     causal = causal and not block_mask
     return Config(
         dtype, head_dim, causal, page_size, vote, count, block_mask=block_mask, pack=pack, **tuned

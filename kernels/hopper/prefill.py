@@ -27,7 +27,6 @@ from blasst.kernels.cute.softmax import make_softmax
 from blasst.kernels.cute.tile import Tile
 from blasst.kernels.cute.trace import Step, start_trace
 from blasst.kernels.cute.visits import Lists, visits_at
-from blasst.kernels.hopper.ballot import allocate_ballots, init_ballots, make_ballot
 from blasst.kernels.hopper.config import ROWS, WARP, WARPGROUP, Config
 from blasst.kernels.hopper.consume import Consumer, Operands
 from blasst.kernels.hopper.epilogue import store_output
@@ -37,7 +36,7 @@ SWIZZLE_ALIGNMENT = 1024  # bytes
 
 
 class Shared(NamedTuple):
-    """Shared memory: tiles (rows, columns, stages), rings of stages, what Ballot takes."""
+    """Shared memory: tiles (rows, columns, stages), rings of stages."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -45,7 +44,6 @@ class Shared(NamedTuple):
     q_full: cute.Pointer
     keys: Ring
     values: Ring
-    ballots: Any
 
 
 class HopperPrefill:
@@ -132,9 +130,6 @@ class HopperPrefill:
         config = self.config
         smem = cutlass.utils.SmemAllocator()
         barriers = smem.allocate_array(Int64, config.barriers)
-        ballots: Any = None
-        if cutlass.const_expr(config.vote):
-            ballots = allocate_ballots(config, smem)
         q, k, v = (
             smem.allocate_tensor(
                 self.dtype, layout.outer, byte_alignment=SWIZZLE_ALIGNMENT, swizzle=layout.inner
@@ -157,8 +152,6 @@ class HopperPrefill:
             with cute.arch.elect_one():
                 for group in cutlass.range_constexpr(config.warpgroups):
                     cute.arch.mbarrier_init(barriers + group, 1)
-                if cutlass.const_expr(config.vote):
-                    init_ballots(config, ballots[1])
                 for ring in (keys, values):
                     ring.init(config.loaders, config.warpgroups * (WARPGROUP // WARP))
             cute.arch.mbarrier_init_fence()
@@ -167,7 +160,7 @@ class HopperPrefill:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        return Shared(q, k, v, barriers, keys, values, ballots)
+        return Shared(q, k, v, barriers, keys, values)
 
     @cute.jit
     def produce(
@@ -233,10 +226,9 @@ class HopperPrefill:
         if cutlass.const_expr(listed is not None):
             visits, tile = listed.count(), replace(tile, n_blocks=listed.own(group))
             seen = Seen.create(listed, group, thread)
-        log2_lambda, ballot = None, None
+        log2_lambda = None
         if cutlass.const_expr(config.vote):
             log2_lambda = cute.math.log2(arrays.skip_lambda[place.request], fastmath=True)
-            ballot = make_ballot(config, group, warp % (WARPGROUP // WARP), *shared.ballots)
         consumer = Consumer(
             config,
             group,
@@ -246,14 +238,11 @@ class HopperPrefill:
             shared.keys,
             shared.values,
             self.operands(shared, group),
-            make_softmax(scale_log2, first_row(thread), tile.rows, log2_lambda),
-            ballot,
+            make_softmax(scale_log2, first_row(thread), tile.rows, log2_lambda, config.highest),
             seen,
             start_trace(arrays.trace, warp),
         )
         cute.arch.mbarrier_wait(shared.q_full + group, 0)
-        if cutlass.const_expr(config.q_in_registers):
-            consumer.read_queries(shared.q[None, None, group])
         skipped = consumer.attend()
         if tile.rows > 0:
             own_rows = shared.q[None, None, group]
@@ -266,18 +255,14 @@ class HopperPrefill:
     @cute.jit
     def operands(self, shared: Shared, group: Int32) -> Operands:
         config = self.config
-        mma_qk = warpgroup_mma(self.dtype, config.tile_n, K_MAJOR, config.q_in_registers)
+        mma_qk = warpgroup_mma(self.dtype, config.tile_n, K_MAJOR, False)
         mma_pv = warpgroup_mma(self.dtype, config.head_dim, MN_MAJOR, True)
         # Descriptors are per warpgroup: the slice of its first thread.
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        if cutlass.const_expr(config.q_in_registers):
-            q = qk.make_fragment_A(qk.partition_shape_A((ROWS, config.head_dim)))
-        else:
-            q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, group]
         return Operands(
             mma_qk,
             mma_pv,
-            q,
+            qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, group],
             qk.make_fragment_B(qk.partition_B(shared.k)),
             pv.make_fragment_B(pv.partition_B(transposed(shared.v))),
             pv.make_fragment_A(pv.partition_shape_A((ROWS, config.tile_n))),

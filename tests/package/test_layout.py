@@ -35,10 +35,7 @@ NEEDS_VLLM = {
 DEVICE_CODE = (
     "blasst.kernels.triton.device",
     "blasst.kernels.cute.",
-    *(
-        f"blasst.kernels.hopper.{m}"
-        for m in ("ballot", "compile", "consume", "epilogue", "prefill", "seen")
-    ),
+    *(f"blasst.kernels.hopper.{m}" for m in ("compile", "consume", "epilogue", "prefill", "seen")),
     *(
         f"blasst.kernels.blackwell.{m}"
         for m in ("compile", "correction", "edges", "epilogue", "mma", "prefill", "softmax")

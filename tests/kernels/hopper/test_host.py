@@ -30,12 +30,9 @@ CONFIGS += [replace(config, cluster=config.cluster_for(4)) for config in CONFIGS
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_config_fits_the_chip(config: Config) -> None:
-    from blasst.kernels.hopper.ballot import WARPS, slots
-
     stages = config.key_stages + config.value_stages
     tiles = config.warpgroups * config.query_bytes + stages * config.bytes_per_stage
-    barriers = config.barriers + slots(config)
-    assert tiles + 1024 + 8 * barriers + WARPS * slots(config) <= SHARED_MEMORY
+    assert tiles + 1024 + 8 * config.barriers <= SHARED_MEMORY
     used = config.producer_registers + config.warpgroups * config.consumer_registers
     assert used * WARPGROUP <= REGISTERS
     assert config.windows * config.window == config.tile_n
@@ -93,10 +90,11 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from blasst.kernels.cute import softmax
+from blasst.kernels.cute.mma import issue
 from blasst.kernels.hopper import consume, prefill
 from blasst.kernels.hopper.compile import compile_prefill
 from blasst.kernels.hopper.launch import config_for
@@ -109,55 +107,47 @@ def attend(self) -> Int32:
     lead = self.visits - self.tile.n_blocks
     for i in cutlass.range(lead, unroll=1):
         self.pass_by(i)
-    skipped = Int32(0)
     self.operands.acc.fill(0.0)
     if self.tile.n_blocks > 0:
-        whole = cutlass.max(self.visits - self.tile.n_full, lead + 1)
-        self.look_ahead(lead)
-        keep = Boolean(False)
-        for i in cutlass.range(lead, whole, unroll=1):
-            keep = self.visit_alone(i, keep, lead)
-            skipped += 1 - Int32(keep)
-        for i in cutlass.range(whole, self.visits, unroll=1):
-            self.visit(i)
+        self.keys.wait(lead)
+        whole = self.visits - self.tile.n_full
+        settled = cutlass.min(cutlass.max(whole, lead) + 1, self.visits)
+        for i in cutlass.range(lead, settled, unroll=1):
+            self.visit(i, lead, False)
+        for i in cutlass.range(settled, self.visits, unroll=1):
+            self.visit(i, lead, True)
         self.values.wait(self.visits - 1)
-        self.issue_pv(self.visits - 1)
-        warpgroup.wait_group(0)
-    return skipped
+    return Int32(0)
 
 
 @cute.jit
-def visit(self, i: Int32) -> None:
+def visit(self, i: Int32, lead: Int32, settled: cutlass.Constexpr[bool]) -> None:
     o = self.operands
-    if cutlass.const_expr(not self.config.looks_ahead):
-        self.keys.wait(i)
-    self.issue_qk(i)
-    self.values.wait(i - 1)
-    self.issue_pv(i - 1)
-    self.look_ahead(i + 1)
-    warpgroup.wait_group(1)
+    issue(o.mma_qk, o.scores, o.q, o.k[None, None, None, self.keys.stage(i)], False)
+    if i > lead:
+        self.values.wait(i - 1)
+        self.values.release(i - 1)
+    if i + 1 < self.visits:
+        self.keys.wait(i + 1)
+    warpgroup.wait_group(0)
     self.keys.release(i)
+    if cutlass.const_expr(not settled):
+        n = self.visits - 1 - i
+        if n >= self.tile.n_full:
+            self.hide_beyond(n)
     self.softmax.shift(o.scores)
     bits = self.softmax.greatest_bits(o.scores)
-    outgrown = cute.arch.vote_any_sync(self.softmax.outgrown(bits))
+    if cute.arch.vote_any_sync(self.softmax.outgrown(bits, settled)):
+        self.rebase(settled)
+    self.multiply(i)
     warpgroup.wait_group(0)
-    self.values.release(i - 1)
-    self.exponentiate(self.follow(bits, outgrown))
-    self.convert()
-
-
-@cute.jit
-def mask(self, n: Int32, words: None) -> None:
-    if n >= self.tile.n_full:
-        self.hide_beyond(n)
 
 
 if mode == "source without a vote or a mask":
     Consumer = consume.Consumer
-    del Consumer.choose_from, Consumer.visit_after_kept, Consumer.visit_after_skipped
-    del Consumer.needs, Consumer.hide, softmax.Threshold, softmax.make_threshold
-    del prefill.visits_at, prefill.Seen, prefill.make_ballot, prefill.allocate_ballots
-    Consumer.attend, Consumer.visit, Consumer.mask = attend, visit, mask
+    del Consumer.visit_all, Consumer.settled_from, Consumer.needed, Consumer.mask, Consumer.look_up
+    del softmax.Threshold, softmax.least_bits, prefill.visits_at, prefill.Seen
+    Consumer.attend, Consumer.visit = attend, visit
 vote = mode == "vote"
 config = config_for("bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote)
 compile_prefill(replace(config, cluster=cluster))
@@ -200,8 +190,8 @@ def test_without_an_option_the_build_is_that_of_a_source_without_it(tmp_path: Pa
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
     modes = ("vote", "dense", "source without a vote or a mask")
     vote, dense, without = (sass(tmp_path / mode, mode, 0, 1) for mode in modes)
-    check_build(vote, products=6)
-    check_build(dense, products=5)
+    check_build(vote, products=4)
+    check_build(dense, products=4)
     assert vote.count("BAR.RED") == 2
     assert "BAR.RED" not in dense
     assert dense == without
@@ -211,6 +201,6 @@ def test_without_an_option_the_build_is_that_of_a_source_without_it(tmp_path: Pa
 def test_small_pages_take_one_copy_each(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
     text = sass(tmp_path / "paged", "vote", 16, 2)
-    check_build(text, products=6)
+    check_build(text, products=4)
     # Of its 4 of 8 windows, keys and values: one copy each, or 4 where rows are missing.
     assert text.count("UTMALDG.5D.MULTICAST") == 2 * 4 * (1 + 4)
