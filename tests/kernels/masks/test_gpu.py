@@ -35,9 +35,12 @@ pytestmark = [
 REPEATS = 12
 
 
-def problem(head_dim: int = 128) -> tuple[AttentionMask, list[torch.Tensor]]:
+def problem(
+    head_dim: int = 128, multiple_of: int = 128
+) -> tuple[AttentionMask, list[torch.Tensor]]:
+    """3016 tokens, or 3072 with padding."""
     sample = shared_prefix_sample(range(700), [range(300), range(411), range(97)])
-    batch = pack([sample, sample], pad_to_multiple_of=128)
+    batch = pack([sample, sample], pad_to_multiple_of=multiple_of)
     mask = bind(shared_prefix() & document() & padding(), batch.segments, "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(1, mask.seqlen_q, heads, head_dim) for heads in (8, 2, 2, 8)]
@@ -104,17 +107,16 @@ def test_our_kernel_errs_as_bfloat16_and_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "head_dim"),
+    ("impl", "head_dim", "multiple_of"),
     [
-        ("flex-triton", 128),
-        ("flex-fa4", 128),
-        *(("fa4", head_dim) for head_dim in (32, 64, 96, 128)),
+        *((impl, 128, n) for impl in ("flex-triton", "flex-fa4", "fa4") for n in (1, 128)),
+        *(("fa4", head_dim, 1) for head_dim in (32, 64, 96)),
     ],
 )
-def test_errors_are_those_of_bfloat16(impl: str, head_dim: int) -> None:
+def test_errors_are_those_of_bfloat16(impl: str, head_dim: int, multiple_of: int) -> None:
     if impl != "flex-triton" and fa4_reasons():
         pytest.skip("; ".join(fa4_reasons()))
-    mask, tensors = problem(head_dim)
+    mask, tensors = problem(head_dim, multiple_of)
     exact = gradients(mask, tensors, torch.float32, impl="eager")
     plain = gradients(mask, tensors, torch.bfloat16, impl="eager")
     ours = gradients(mask, tensors, torch.bfloat16, impl=impl)
