@@ -25,6 +25,7 @@ SECTIONS = (
 )
 MASKS = ("causal", "shared_prefix", "strip_thinking")
 LENGTHS = {"cuda": "2048,4096,8192,16384,65536", "cpu": "512,1024"}
+SMALL = {"cuda": 4096, "cpu": 512}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--masks", default=",".join(MASKS), metavar="M,M", help="of " + ", ".join(MASKS))
     add("--lengths", default=None, metavar="N,N",
         help=f"tokens (default: {LENGTHS['cuda']}; {LENGTHS['cpu']} on a CPU)")  # fmt: skip
-    add("--small", type=int, default=4096, help="tokens of the sections about bits (4096)")
+    add("--small", type=int, default=None, metavar="N", help="tokens of the sections about bits "
+        f"(default: {SMALL['cuda']}; {SMALL['cpu']} on a CPU)")  # fmt: skip
     add("--heads", type=int, default=16, help="q and kv heads (default: 16)")
     add("--head-dim", type=int, default=128, help="64 or 128 (default: 128)")
     add("--rounds", type=int, default=30, help="timed rounds (default: 30)")
@@ -59,14 +61,15 @@ def run(args: argparse.Namespace, command: str) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     given = (args.lengths or LENGTHS[device]).split(",")
     lengths = [int(n) for n in given if n.isdigit() and int(n) > 0]
-    if unknown or len(lengths) < len(given) or args.rounds < 1 or args.small < 64:
+    small = SMALL[device] if args.small is None else args.small
+    if unknown or len(lengths) < len(given) or args.rounds < 1 or small < 64:
         wrong = f"{unknown[0]} is unknown" if unknown else "a number is out of range"
         print(f"blasst: error: {wrong}; see blasst bench masks --help", file=sys.stderr)
         return 2
     if device == "cuda" and not torch.cuda.is_available():
         print("blasst: error: --device cuda: torch finds no GPU here", file=sys.stderr)
         return 1
-    sizes = args.small, args.heads, args.head_dim
+    sizes = small, args.heads, args.head_dim
     plan = masks.Plan(tuple(lengths), args.rounds, device, *sizes, masks=tuple(named))
     bits = dict.fromkeys(("determinism", "settings", "invariance"), mask_bits)
     modules = {"votes": mask_votes, **bits}
