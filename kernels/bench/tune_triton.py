@@ -46,37 +46,36 @@ class Candidate:
         c = self.config
         parts = [f"{self.tile_m}x{self.tile_n}", f"w{c.num_warps}", f"s{c.num_stages}"]
         parts += ["ahead" if c.v_ahead else "late"]
+        parts += [f"or late s{c.demand_stages}"] if c.demand_stages else []
         parts += [f"r{c.max_registers}"] if c.max_registers else []
+        parts += [f"c{c.chunk}"] if c.demand_stages else []
+        parts += ["boxes"] if c.boxes else []
+        parts += ["ballot"] if c.ballot else []
         return " ".join(parts + (["page16"] if self.paged else []))
 
 
+def _pair(stages: int, v_ahead: bool = True, demand: int = 0, chunk: int = 32) -> Config:
+    """Two programs a multiprocessor, blocks by the copy engine."""
+    return Config(8, stages, v_ahead, 128, demand, chunk, boxes=True, ballot=True)
+
+
 CANDIDATES = (
-    Candidate(128, 128, Config(8, 2, True)),
     Candidate(128, 128, Config(8, 3, True)),
-    Candidate(128, 128, Config(8, 2, False)),
-    Candidate(128, 128, Config(8, 3, False)),
-    Candidate(128, 64, Config(8, 2, True)),
-    Candidate(128, 64, Config(8, 3, True)),
-    Candidate(128, 64, Config(8, 4, True)),
-    Candidate(128, 64, Config(8, 2, True, 128)),
+    Candidate(128, 128, Config(8, 3, True, ballot=True)),
+    Candidate(128, 128, Config(8, 3, False, ballot=True)),
+    Candidate(128, 128, Config(8, 3, True, boxes=True, ballot=True)),
     Candidate(128, 64, Config(4, 2, True)),
-    Candidate(128, 64, Config(4, 3, True)),
-    Candidate(128, 64, Config(4, 2, False)),
-    Candidate(128, 64, Config(4, 3, False)),
-    Candidate(128, 32, Config(4, 3, True)),
-    Candidate(128, 32, Config(4, 3, False)),
-    Candidate(64, 128, Config(4, 2, False)),
-    Candidate(64, 128, Config(4, 3, True)),
-    Candidate(64, 64, Config(4, 2, True)),
-    Candidate(64, 64, Config(4, 3, True)),
-    Candidate(64, 64, Config(4, 2, False, 168)),
-    Candidate(128, 128, Config(8, 3, True), paged=True),
+    Candidate(128, 64, Config(8, 2, True, 128)),
+    Candidate(128, 64, _pair(2)),
+    Candidate(128, 64, _pair(3, v_ahead=False)),
+    Candidate(128, 64, _pair(2, demand=3, chunk=16)),
+    Candidate(128, 64, _pair(2, demand=3)),
+    Candidate(128, 64, _pair(2, demand=3, chunk=64)),
+    Candidate(128, 64, _pair(2, demand=4)),
     Candidate(128, 128, Config(8, 5, True), paged=True),
-    Candidate(128, 64, Config(8, 3, True), paged=True),
-    Candidate(128, 64, Config(8, 5, True), paged=True),
+    Candidate(128, 64, Config(8, 3, True, 128), paged=True),
+    Candidate(128, 64, Config(8, 3, True, 128, ballot=True), paged=True),
     Candidate(128, 64, Config(4, 3, True), paged=True),
-    Candidate(128, 64, Config(4, 3, False), paged=True),
-    Candidate(64, 64, Config(4, 5, True), paged=True),
 )
 
 

@@ -23,8 +23,10 @@ def _block_pointers(n, keys, PAGE: tl.constexpr, TILE_N: tl.constexpr):
     key = n * TILE_N + tl.arange(0, TILE_N)
     exists = key < seqlen_k
     if PAGE == 0:
-        row = key_start + key.to(tl.int64)
-        return K + row * stride_k[1], V + row * stride_v[1], key, exists
+        # Of the block's own rows only 32 bits are multiplied, and that outside the loop.
+        start, row = key_start + n * TILE_N, tl.arange(0, TILE_N)
+        at_k = K + start * stride_k[1] + row * stride_k[1]
+        return at_k, V + start * stride_v[1] + row * stride_v[1], key, exists
     # Entries beyond the request's keys may hold anything: they are not read.
     page = tl.load(PageTable + key // PAGE, mask=exists, other=0).to(tl.int64)
     row = key % PAGE
@@ -36,6 +38,13 @@ def _block_pointers(n, keys, PAGE: tl.constexpr, TILE_N: tl.constexpr):
 @triton.jit
 def _load(at, exists, MASK: tl.constexpr):
     return tl.load(at, mask=exists, other=0.0) if MASK else tl.load(at)
+
+
+@triton.jit
+def _load_box(tensor, n, kv_head, key_start, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """[TILE_N, HEAD_DIM] of a block whose keys all exist, by the copy engine."""
+    row = key_start.to(tl.int32) + n * TILE_N
+    return tensor.load([kv_head, row, 0]).reshape([TILE_N, HEAD_DIM])
 
 
 @triton.jit
@@ -53,7 +62,43 @@ def _visible_bits(Bits, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _vote(block_max, row_max, vote, scale_log2, first):
+def _asm(text: tl.constexpr, x, PACK: tl.constexpr):
+    """x if PACK is 1, else PACK elements of it at a time, through PTX that keeps its place."""
+    return tl.inline_asm_elementwise(
+        text, "=&r,r" if PACK == 1 else "=r,=r,r,r", [x], tl.int32, is_pure=False, pack=PACK
+    )
+
+
+@triton.jit
+def _declare_ballot():
+    # A PTX register outlives the statement that names it: so the result of a barrier becomes a
+    # scalar, which Triton makes of a tensor through shared memory only.
+    _asm(".reg .b32 ballot; mov.b32 ballot, 0; mov.b32 $0, $1;", tl.full([], 0, tl.int32), 1)
+
+
+@triton.jit
+def _any(x, BALLOT: tl.constexpr):
+    """Whether any element of bool [TILE_M] holds."""
+    if not BALLOT:
+        return tl.max(x.to(tl.int32), 0) > 0
+    # Rows of a product come in pairs: for 16 rows a warp it is one barrier.
+    _asm(
+        "{ .reg .pred p; or.b32 $0, $2, $3; mov.b32 $1, $0; setp.ne.b32 p, $0, 0; "
+        "barrier.cta.red.or.pred p, 0, p; @p mov.b32 ballot, 1; }",
+        x.to(tl.int32),
+        2,
+    )
+    # All warps have the same result, but only a vote of the warp tells ptxas: without it the branch
+    # counts as divergent, and what the products read goes to uniform registers anew each visit.
+    text: tl.constexpr = (
+        "{ .reg .pred p; setp.ne.b32 p, ballot, 0; "
+        "vote.sync.ballot.b32 $0, p, 0xffffffff; mov.b32 ballot, $1; }"
+    )
+    return _asm(text, tl.full([], 0, tl.int32), 1) != 0
+
+
+@triton.jit
+def _vote(block_max, row_max, vote, scale_log2, first, BALLOT: tl.constexpr):
     """Whether a row of the tile needs the block; all are needed at lambda 0, and the first visited.
 
     A row that sees nothing does not veto. Not below, instead of above: a NaN does.
@@ -61,25 +106,34 @@ def _vote(block_max, row_max, vote, scale_log2, first):
     row_exists, log2_lambda = vote
     below = (block_max - row_max) * scale_log2 < log2_lambda
     veto = row_exists & (block_max != float("-inf")) & (below == 0)
-    return (tl.max(veto.to(tl.int32), 0) > 0) | first | (log2_lambda == float("-inf"))
+    return _any(veto, BALLOT) | first | (log2_lambda == float("-inf"))
 
 
 @triton.jit
 def _visit_block(
-    state, q, n, first, keys, reach, vote, scale_log2, mask,
+    state, q, n, first, keys, boxes, reach, vote, scale_log2, mask,
     MASK: tl.constexpr, VOTE: tl.constexpr, PAGE: tl.constexpr, V_AHEAD: tl.constexpr,
-    LISTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    LISTS: tl.constexpr, BALLOT: tl.constexpr, WAIT: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """first: of the tile's visits. MASK: not every row may see every key. mask: (bits, tile)."""
     acc, row_sum, row_max, skipped = state
+    k_box, v_box, kv_head = boxes
+    BOXES: tl.constexpr = k_box is not None and not MASK
     d = tl.arange(0, HEAD_DIM)
     at_k, at_v, key, exists = _block_pointers(n, keys, PAGE, TILE_N)
     at_k = at_k[None, :] + d[:, None] * keys[5][3]
     at_v = at_v[:, None] + d[None, :] * keys[6][3]
-    k = _load(at_k, exists[None, :], MASK)
+    if BOXES:
+        k = _load_box(k_box, n, kv_head, keys[3], TILE_N, HEAD_DIM).T
+    else:
+        k = _load(at_k, exists[None, :], MASK)
     if V_AHEAD:
         # Outside the branch it is part of the loop's pipeline, like the keys.
-        v = _load(at_v, exists[:, None], MASK)
+        if BOXES:
+            v = _load_box(v_box, n, kv_head, keys[3], TILE_N, HEAD_DIM)
+        else:
+            v = _load(at_v, exists[:, None], MASK)
     # S = Q @ K.T
     s = tl.dot(q, k)
     if MASK:
@@ -90,23 +144,71 @@ def _visit_block(
         else:
             s = tl.where(key[None, :] < reach[:, None], s, float("-inf"))
     block_max = tl.max(s, 1)
-    keep = True
+    # WAIT: a product that is in flight from visit to visit ptxas takes apart where the loop holds
+    # others (C7515: each of its instructions is waited for); behind a branch none is.
+    keep = n >= 0 if WAIT else True
     if VOTE:
-        keep = _vote(block_max, row_max, vote, scale_log2, first)
+        keep = _vote(block_max, row_max, vote, scale_log2, first, BALLOT)
         skipped += tl.where(keep, 0, 1)
     if keep:
         new_max = tl.maximum(row_max, block_max)
         base = new_max * scale_log2
         if MASK:
             base = tl.where(new_max == float("-inf"), 0.0, base)
-        if not V_AHEAD:
+        if not V_AHEAD and not BOXES:
             v = _load(at_v, exists[:, None], MASK)
         p = tl.math.exp2(s * scale_log2 - base[:, None])
         rescale = tl.math.exp2(row_max * scale_log2 - base)
         row_sum = row_sum * rescale + tl.sum(p, 1)
+        if not V_AHEAD and BOXES:
+            v = _load_box(v_box, n, kv_head, keys[3], TILE_N, HEAD_DIM)
         # O += P @ V
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
+        acc = tl.dot(p.to(q.dtype), v, acc * rescale[:, None])
         row_max = new_max
+    return acc, row_sum, row_max, skipped
+
+
+@triton.jit
+def _visit_full_blocks(
+    state, q, n_blocks, n_full, keys, boxes, reach, vote, scale_log2,
+    VOTE: tl.constexpr, PAGE: tl.constexpr, V_AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    DEMAND_STAGES: tl.constexpr, CHUNK: tl.constexpr, BALLOT: tl.constexpr, WAIT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """From right to left. DEMAND_STAGES: after CHUNK blocks of which most were skipped, values of
+    the next CHUNK are fetched on demand, and keys, which need no more room than that, further
+    ahead; 0: never."""
+    acc, row_sum, row_max, skipped = state
+    if not VOTE or DEMAND_STAGES == 0:
+        for i in tl.range(0, n_full, num_stages=STAGES):
+            acc, row_sum, row_max, skipped = _visit_block(
+                (acc, row_sum, row_max, skipped), q, n_full - 1 - i, i + n_blocks == n_full, keys,
+                boxes, reach, vote, scale_log2, (), False, VOTE, PAGE, V_AHEAD, False, BALLOT,
+                WAIT, TILE_M, TILE_N, HEAD_DIM,
+            )  # fmt: skip
+        return acc, row_sum, row_max, skipped
+    done = 0
+    on_demand = True
+    while done < n_full:
+        # The first look comes early: a short prompt has few blocks.
+        end = tl.minimum(n_full, done + tl.where(done == 0, CHUNK // 4, CHUNK))
+        before = skipped
+        if on_demand:
+            for i in tl.range(done, end, num_stages=DEMAND_STAGES):
+                acc, row_sum, row_max, skipped = _visit_block(
+                    (acc, row_sum, row_max, skipped), q, n_full - 1 - i, i + n_blocks == n_full,
+                    keys, boxes, reach, vote, scale_log2, (), False, VOTE, PAGE, False, False,
+                    BALLOT, WAIT, TILE_M, TILE_N, HEAD_DIM,
+                )  # fmt: skip
+        else:
+            for i in tl.range(done, end, num_stages=STAGES):
+                acc, row_sum, row_max, skipped = _visit_block(
+                    (acc, row_sum, row_max, skipped), q, n_full - 1 - i, i + n_blocks == n_full,
+                    keys, boxes, reach, vote, scale_log2, (), False, VOTE, PAGE, True, False,
+                    BALLOT, WAIT, TILE_M, TILE_N, HEAD_DIM,
+                )  # fmt: skip
+        on_demand = 2 * (skipped - before) > end - done
+        done = end
     return acc, row_sum, row_max, skipped
 
 
@@ -123,6 +225,8 @@ def prefill_kernel(
     SkipLambda,
     Counters,
     Lists,  # LISTS: block_lists.BlockLists as a tuple
+    KBoxes,  # tensor maps of k and v in boxes [1, TILE_N, HEAD_DIM], or None; only where PAGE is 0
+    VBoxes,
     scale_log2,
     num_kv_heads,
     strides,  # q: (row, head, element); k, v: (page, row, head, element); out, lse, table
@@ -136,7 +240,13 @@ def prefill_kernel(
     TILE_N: tl.constexpr,
     V_AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
+    DEMAND_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BALLOT: tl.constexpr,  # vote through PTX, which Triton's interpreter cannot read
+    WAIT: tl.constexpr,
 ):
+    if VOTE and BALLOT:
+        _declare_ballot()
     stride_q, stride_k, stride_v, stride_out, stride_lse, stride_table = strides
     # The heads of a group run side by side: they read the same keys. The longest tiles of a
     # causal prompt start first.
@@ -163,8 +273,7 @@ def prefill_kernel(
     q = tl.load(at_q[:, None] + d[None, :] * stride_q[2], mask=row_exists[:, None], other=0.0)
 
     # Keys that any row of the tile sees, and those that all of its rows see.
-    key_end = seqlen_k
-    full_end = seqlen_k
+    key_end, full_end = seqlen_k, seqlen_k
     reach = tl.zeros([TILE_M], tl.int32) + seqlen_k
     if CAUSAL:
         row_end = tl.minimum(m * TILE_M + TILE_M, seqlen_q)
@@ -178,14 +287,10 @@ def prefill_kernel(
     if VOTE:
         log2_lambda = _log2_or_ninf(tl.load(SkipLambda + request).to(tl.float32))
     keys = (
-        K + kv_head * stride_k[2],
-        V + kv_head * stride_v[2],
-        PageTable + request.to(tl.int64) * stride_table,
-        key_start,
-        seqlen_k,
-        stride_k,
-        stride_v,
-    )
+        K + kv_head * stride_k[2], V + kv_head * stride_v[2],
+        PageTable + request.to(tl.int64) * stride_table, key_start, seqlen_k, stride_k, stride_v,
+    )  # fmt: skip
+    boxes = (KBoxes, VBoxes, kv_head)
     vote = (row_exists, log2_lambda)
     acc = tl.zeros([TILE_M, HEAD_DIM], tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
@@ -199,21 +304,22 @@ def prefill_kernel(
             n = tl.load(blocks + at * max_blocks + i)
             mask = (bits, tl.load(tiles + at * max_blocks + i))
             acc, row_sum, row_max, skipped = _visit_block(
-                (acc, row_sum, row_max, skipped), q, n, i == 0, keys, reach, vote, scale_log2, mask,
-                True, VOTE, PAGE, V_AHEAD, True, TILE_M, TILE_N, HEAD_DIM,
+                (acc, row_sum, row_max, skipped), q, n, i == 0, keys, boxes, reach, vote,
+                scale_log2, mask, True, VOTE, PAGE, V_AHEAD, True, BALLOT, WAIT, TILE_M, TILE_N,
+                HEAD_DIM,
             )  # fmt: skip
     else:
         for i in tl.range(0, n_blocks - n_full, num_stages=1):
             acc, row_sum, row_max, skipped = _visit_block(
-                (acc, row_sum, row_max, skipped), q, n_blocks - 1 - i, i == 0, keys, reach,
-                vote, scale_log2, (), True, VOTE, PAGE, False, False, TILE_M, TILE_N, HEAD_DIM,
+                (acc, row_sum, row_max, skipped), q, n_blocks - 1 - i, i == 0, keys, boxes,
+                reach, vote, scale_log2, (), True, VOTE, PAGE, False, False, BALLOT, False,
+                TILE_M, TILE_N, HEAD_DIM,
             )  # fmt: skip
-        for i in tl.range(0, n_full, num_stages=STAGES):
-            acc, row_sum, row_max, skipped = _visit_block(
-                (acc, row_sum, row_max, skipped), q, n_full - 1 - i, i + n_blocks == n_full,
-                keys, reach, vote, scale_log2, (), False, VOTE, PAGE, V_AHEAD, False, TILE_M,
-                TILE_N, HEAD_DIM,
-            )  # fmt: skip
+        acc, row_sum, row_max, skipped = _visit_full_blocks(
+            (acc, row_sum, row_max, skipped), q, n_blocks, n_full, keys, boxes, reach, vote,
+            scale_log2, VOTE, PAGE, V_AHEAD, STAGES, DEMAND_STAGES, CHUNK, BALLOT, WAIT, TILE_M,
+            TILE_N, HEAD_DIM,
+        )  # fmt: skip
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw nothing: 0
     lse = (row_max * scale_log2 + _log2_or_ninf(row_sum)) * 0.6931471805599453

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from blasst.kernels.block_lists import WORD, BlockLists, block_lists
@@ -49,8 +51,8 @@ def prefill(
     if 0 in grid:
         return lse
     page, lengths, table, stride_k, stride_v = _key_layout(kv)
-    if config is None:
-        config = config_of(q, geometry, paged=page > 0)
+    config = config or config_of(q, geometry, paged=page > 0, lists=lists is not None)
+    k_boxes, v_boxes = boxes_of(kv, geometry.tile_n) if config.boxes else (None, None)
     prefill_kernel[grid](
         q,
         kv.k,
@@ -63,6 +65,8 @@ def prefill(
         skip_lambda,
         counters,
         None if lists is None else tuple(lists),
+        k_boxes,
+        v_boxes,
         softmax_scale * LOG2_E,
         num_kv_heads,
         (q.stride(), stride_k, stride_v, out.stride(), lse.stride(0), table.stride(0)),
@@ -74,13 +78,24 @@ def prefill(
         HEAD_DIM=q.shape[2],
         TILE_M=geometry.tile_m,
         TILE_N=geometry.tile_n,
-        V_AHEAD=config.v_ahead,
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.max_registers,
+        **_constants(config),
     )
     return lse
+
+
+def _constants(config: Config) -> dict[str, Any]:
+    """What the kernel is compiled with, of a configuration."""
+    return {
+        "V_AHEAD": config.v_ahead,
+        "STAGES": config.num_stages,
+        "DEMAND_STAGES": config.demand_stages,
+        "CHUNK": config.chunk,
+        "BALLOT": config.ballot,
+        "WAIT": config.max_registers is not None,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": config.max_registers,
+    }
 
 
 def _key_layout(
@@ -93,16 +108,44 @@ def _key_layout(
     return 0, ends, ends, (0, *kv.k.stride()), (0, *kv.v.stride())
 
 
-def config_of(q: torch.Tensor, geometry: Geometry, *, paged: bool) -> Config:
+def boxes_of(kv: PagedKV | RaggedKV, tile_n: int) -> tuple[Any, Any]:
+    """Tensor maps of k and v, for the copy engine of compute capability 9.0 and later; (None, None)
+    where it cannot read them: pages, and rows or a start that 16 bytes do not divide."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(kv, PagedKV) or not all(_in_boxes(t) for t in (kv.k, kv.v)):
+        return None, None
+    rows, heads, head_dim = kv.k.shape
+    k, v = (
+        TensorDescriptor(
+            t, [heads, rows, head_dim], [t.stride(1), t.stride(0), 1], [1, tile_n, head_dim]
+        )
+        for t in (kv.k, kv.v)
+    )
+    return k, v
+
+
+def _in_boxes(t: torch.Tensor) -> bool:
+    """Whether the copy engine can read t [rows, heads, head_dim]."""
+    steps = (t.data_ptr(), *(s * t.element_size() for s in t.stride()[:2]))
+    return t.numel() > 0 and t.stride(2) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def config_of(q: torch.Tensor, geometry: Geometry, *, paged: bool, lists: bool) -> Config:
     """The configuration for q's device; on a CPU (Triton's interpreter) any one will do."""
     index = q.device.index
     shared_memory = device_shared_memory(index or 0) if q.is_cuda else MIN_SHARED_MEMORY
-    return config_for(geometry, q.shape[2], paged=paged, shared_memory=shared_memory)
+    return config_for(geometry, q.shape[2], paged=paged, shared_memory=shared_memory, lists=lists)
 
 
 def geometry_of(problem: Problem) -> Geometry:
     """What votes unless the caller says."""
-    return own_geometry(problem.head_dim, problem.capability, paged=problem.page_size is not None)
+    return own_geometry(
+        problem.head_dim,
+        problem.capability,
+        paged=problem.page_size is not None,
+        lists=problem.block_mask,
+    )
 
 
 def problem_reasons(problem: Problem) -> list[str]:

@@ -31,9 +31,12 @@ BUILDS = [
 
 COMPILE = """
 import json
+import subprocess
 import sys
+import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from blasst.kernels.triton.config import config_for, own_geometry, shared_bytes
 from blasst.kernels.triton.device import prefill_kernel as kernel
 
@@ -59,11 +62,24 @@ def build(capability, limit, case):
     values = {"CAUSAL": True, "HEAD_DIM": 128, "LISTS": False, **case}
     values["COUNT"] = values["VOTE"]
     paged = values["PAGE"] > 0
-    geometry = own_geometry(values["HEAD_DIM"], divmod(capability, 10), paged=paged)
+    how = {"paged": paged, "lists": values["LISTS"]}
+    geometry = own_geometry(values["HEAD_DIM"], divmod(capability, 10), **how)
     values |= {"TILE_M": geometry.tile_m, "TILE_N": geometry.tile_n}
-    config = config_for(geometry, values["HEAD_DIM"], paged=paged, shared_memory=limit)
-    values |= {"V_AHEAD": config.v_ahead, "STAGES": config.num_stages}
+    config = config_for(geometry, values["HEAD_DIM"], shared_memory=limit, **how)
+    values |= {
+        "V_AHEAD": config.v_ahead,
+        "STAGES": config.num_stages,
+        "DEMAND_STAGES": config.demand_stages,
+        "CHUNK": config.chunk,
+        "BALLOT": config.ballot,
+        "WAIT": config.max_registers is not None,
+    }
     kinds = dict(KINDS)
+    if config.boxes:
+        box = f"tensordesc<bf16[1, {geometry.tile_n}, {values['HEAD_DIM']}]>"
+        kinds |= {"KBoxes": box, "VBoxes": box}
+    else:
+        values |= {"KBoxes": None, "VBoxes": None}
     if not values["VOTE"]:
         values |= {"SkipLambda": None, "Counters": None}
     if values["LISTS"]:
@@ -83,13 +99,24 @@ def build(capability, limit, case):
     built = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "maxnreg": config.max_registers,
+        },
     )
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(built.asm["ptx"])
+        file.flush()
+        ptxas = [get_ptxas(capability).path, "-v", "-o", "/dev/null", file.name]
+        arch = f"-arch=sm_{capability}" + ("a" if capability >= 90 else "")
+        remarks = subprocess.run([*ptxas, arch], capture_output=True, text=True, check=True).stderr
     return {
+        "remarks": remarks,
+        "config": vars(config),
         "cubin": len(built.asm["cubin"]),
         "shared": built.metadata.shared,
         "bound": shared_bytes(geometry, values["HEAD_DIM"], config, paged),
-        "stages": config.num_stages,
         "ttgir": built.asm["ttgir"],
     }
 
@@ -99,6 +126,12 @@ print(json.dumps({
     for capability, name in wanted
 }))
 """
+
+
+def copies(text: str) -> int:
+    """Asynchronous copies of keys or values, a block each."""
+    boxes = text.count("ttng.async_tma_copy_global_to_local")
+    return boxes or text.count("ttg.async_copy_global_to_local")
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +178,30 @@ def test_the_branch_leaves_keys_and_values_in_the_pipeline(
     """Keys and values of the loop over full blocks come by asynchronous copies alone: a load in
     the branch of the vote, or one that the compiler did not pipeline, is waited for every time."""
     built = builds[f"{capability}, {case}"]
-    assert built["stages"] > 1
+    assert built["config"]["num_stages"] > 1
     loop = built["ttgir"].split("scf.for")[-1]
-    assert loop.count("ttg.async_copy_global_to_local") >= 2
+    assert copies(loop) >= 2
     assert not [line for line in loop.splitlines() if "tt.load" in line and "128x!tt" in line]
-    assert ("scf.if" in loop) == case.startswith("vote")
+    always = built["config"]["max_registers"] is not None
+    assert ("scf.if" in loop) == (always or case.startswith("vote"))
+
+
+@pytest.mark.slow
+def test_values_on_demand_come_inside_the_branch(builds: dict[str, dict[str, Any]]) -> None:
+    loops = builds["90, vote, ragged"]["ttgir"].split("scf.for")
+    on_demand, ahead = loops[-2:]
+    before, branch = on_demand.split("scf.if", 1)
+    assert copies(before) == 1
+    assert copies(branch) >= 1
+    assert copies(ahead.split("scf.if", 1)[0]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_no_product_is_taken_apart(builds: dict[str, dict[str, Any]], case: str) -> None:
+    """ptxas says so when it waits for every instruction of a product (C7510 and after)."""
+    assert "serialized" not in builds[f"90, {case}"]["remarks"]
+    assert "registers" in builds[f"90, {case}"]["remarks"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from blasst.kernels.support import own_geometry
 from blasst.kernels.triton.config import (
     MIN_SHARED_MEMORY,
     SHARED_MEMORY,
+    SLACK,
     Config,
     buffers,
     config_for,
@@ -30,17 +31,17 @@ def test_a_config_fits_and_is_as_deep_as_it_can_be(head_dim: int, shared_memory:
         geometry = Geometry(tile_m, tile_n)
         config = config_for(geometry, head_dim, paged=paged, shared_memory=shared_memory)
         assert shared_bytes(geometry, head_dim, config, paged) <= shared_memory
-        if config.num_stages < 3:
+        if config.max_registers is None and config.num_stages < 3:
             deeper = Config(config.num_warps, 3, True)
             assert shared_bytes(geometry, head_dim, deeper, paged) > shared_memory
 
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "tile_n"),
-    [((8, 0), 128, 128), ((8, 6), 128, 64), ((8, 6), 64, 128), ((9, 0), 128, 128),
-     ((12, 0), 128, 64), (None, 128, 128)],
+    [((8, 0), 128, 128), ((8, 6), 128, 64), ((8, 6), 64, 128), ((9, 0), 128, 64),
+     ((9, 0), 64, 128), ((12, 0), 128, 64), (None, 128, 64)],
 )  # fmt: skip
-def test_blocks_are_narrow_where_two_wide_ones_do_not_fit(
+def test_blocks_are_narrow_where_two_wide_ones_do_not_fit_or_two_programs_do(
     capability: tuple[int, int] | None, head_dim: int, tile_n: int
 ) -> None:
     for page_size in (None, 16):
@@ -50,6 +51,19 @@ def test_blocks_are_narrow_where_two_wide_ones_do_not_fit(
         limit = SHARED_MEMORY.get(capability or (9, 0), MIN_SHARED_MEMORY)
         config = config_for(geometry, head_dim, paged=page_size is not None, shared_memory=limit)
         assert config.v_ahead
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_programs_share_a_multiprocessor_of_hopper(head_dim: int, paged: bool) -> None:
+    geometry = Geometry(128, 8192 // head_dim)
+    limit = SHARED_MEMORY[9, 0]
+    config = config_for(geometry, head_dim, paged=paged, shared_memory=limit)
+    assert config.max_registers == 65536 // 2 // (32 * config.num_warps)
+    # The bound counts room for P, which stays in registers there, and slack for other paths.
+    more = SLACK + 128 * max(0, geometry.tile_n - head_dim) * 2
+    assert 2 * (shared_bytes(geometry, head_dim, config, paged) - more + 1024) <= limit + 1024
+    assert config.boxes is not paged
 
 
 def test_page_numbers_take_every_second_stage() -> None:

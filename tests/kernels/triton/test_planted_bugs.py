@@ -20,6 +20,8 @@ import blasst.kernels.triton as package
 from blasst.kernels.call import check_call
 from blasst.kernels.reference import run_reference
 from blasst.kernels.testing import block_mask_from, paged
+from blasst.kernels.triton import launch
+from blasst.kernels.triton.config import Config
 from blasst.kernels.triton.launch import run
 from blasst.kernels.types import AttentionSpec, BlockMask, Geometry, PagedKV, RaggedKV
 
@@ -36,11 +38,13 @@ SEQLENS = ((70, 150), (33, 64))
 
 @dataclass(frozen=True)
 class Bug:
-    """old: text that is there once; new: what stands there instead. lists: of block masks."""
+    """old: text that is there once; new: what stands there instead. lists: of block masks; loops:
+    in what only contiguous keys, the copy engine and looks at the skips reach."""
 
     old: str
     new: str
     lists: bool = False
+    loops: bool = False
 
 
 BUGS = {
@@ -59,7 +63,7 @@ BUGS = {
         "new_max = tl.where((block_max - row_max) * scale_log2 > 8.0, block_max, row_max)",
     ),
     "a single row is overruled": Bug(
-        "(tl.max(veto.to(tl.int32), 0) > 0)", "(tl.sum(veto.to(tl.int32), 0) > 1)"
+        "tl.max(x.to(tl.int32), 0) > 0", "tl.sum(x.to(tl.int32), 0) > 1"
     ),
     "rows that do not exist veto": Bug("veto = row_exists & (", "veto = (row_exists | True) & ("),
     "diagonal one to the right": Bug("context + row + 1)", "context + row + 2)"),
@@ -77,11 +81,21 @@ BUGS = {
         "            v = _load(at_v, exists[:, None], MASK)\n        p =",
         "            v = _load(at_v, exists[:, None], False)\n        p =",
     ),
-    "first block of a list skipped": Bug("> 0) | first |", "> 0) |", lists=True),
+    "first block of a list skipped": Bug("BALLOT) | first |", "BALLOT) |", lists=True),
     "mask of the block before": Bug(
         "tl.load(tiles + at * max_blocks + i)",
         "tl.load(tiles + at * max_blocks + tl.maximum(i - 1, 0))",
         lists=True,
+    ),
+    "box one key to the right": Bug(
+        "row = key_start.to(tl.int32) + n", "row = key_start.to(tl.int32) + 1 + n", loops=True
+    ),
+    "boxes of the first head for all": Bug(
+        "tensor.load([kv_head, row, 0])", "tensor.load([kv_head * 0, row, 0])", loops=True
+    ),
+    "block after a look at the skips left out": Bug("done = end", "done = end + 1", loops=True),
+    "block before a look at the skips visited twice": Bug(
+        "done = end", "done = tl.maximum(done + 1, end - 1)", loops=True
     ),
     "bits read from the top": Bug("word >> (n % 32)", "word >> (31 - n % 32)", lists=True),
 }  # fmt: skip
@@ -116,17 +130,22 @@ def mask() -> BlockMask:
     return BlockMask(made.mask_mod, counts, indices, made.full_counts, made.full_indices)
 
 
-def check(kernel: ModuleType | None, monkeypatch: pytest.MonkeyPatch, *, lists: bool) -> None:
+def check(
+    kernel: ModuleType | None, monkeypatch: pytest.MonkeyPatch, *, lists: bool, loops: bool
+) -> None:
     """What every other test checks: out and lse in float32's budget, counts equal."""
     if kernel is not None:
         monkeypatch.setitem(sys.modules, "blasst.kernels.triton.device", kernel)
     q, kv, ends_q, skip_lambda = inputs()
     spec = AttentionSpec(block_mask=mask() if lists else None, geometry=GEOMETRY)
-    call = check_call(q, poisoned(kv), ends_q, spec, skip_lambda, None, None)
+    call = check_call(q, kv if loops else poisoned(kv), ends_q, spec, skip_lambda, None, None)
     want = run_reference(call)
     assert want.smallest_margin > 1e-3, "the inputs hold a tie"
     out = torch.full_like(q, torch.nan)
     counters = torch.zeros(2, 2, dtype=torch.int64)
+    if loops:
+        config = Config(4, 2, True, demand_stages=2, chunk=4, boxes=True)
+        monkeypatch.setattr(launch, "config_of", lambda *_, **__: config)
     lse = run(call, out, counters)
     torch.testing.assert_close(counters, want.counts(2))
     torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
@@ -158,14 +177,17 @@ def plant(tmp_path: Path) -> Callable[[Bug], ModuleType]:
     return make
 
 
-@pytest.mark.parametrize("lists", [False, True])
-def test_the_kernel_as_it_is_passes(monkeypatch: pytest.MonkeyPatch, lists: bool) -> None:
-    check(None, monkeypatch, lists=lists)
+@pytest.mark.parametrize(("lists", "loops"), [(False, False), (True, False), (False, True)])
+def test_the_kernel_as_it_is_passes(
+    monkeypatch: pytest.MonkeyPatch, lists: bool, loops: bool
+) -> None:
+    check(None, monkeypatch, lists=lists, loops=loops)
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_caught(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[Bug], Any], name: str
 ) -> None:
+    bug = BUGS[name]
     with pytest.raises(AssertionError, match=r"not (equal|close)"):
-        check(plant(BUGS[name]), monkeypatch, lists=BUGS[name].lists)
+        check(plant(bug), monkeypatch, lists=bug.lists, loops=bug.loops)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from blasst.kernels.reference import reference_attention
-from blasst.kernels.triton.launch import prefill
+from blasst.kernels.triton.config import Config
+from blasst.kernels.triton.launch import boxes_of, prefill
 from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
 
 pytest.importorskip("triton", reason="the Triton kernel needs triton")
@@ -20,8 +21,9 @@ Make = Callable[..., tuple[Any, Any]]
 
 
 def check(
-    inputs: Any, case: Any, kv: PagedKV | RaggedKV, causal: bool, skip_lambda: torch.Tensor | None
-) -> torch.Tensor:
+    inputs: Any, case: Any, kv: PagedKV | RaggedKV, causal: bool,
+    skip_lambda: torch.Tensor | None, config: Config | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Runs the kernel on poisoned outputs, compares with the oracle, returns the counters."""
     spec = AttentionSpec(causal=causal, geometry=case.geometry)
     want = reference_attention(
@@ -41,6 +43,7 @@ def check(
         geometry=case.geometry,
         skip_lambda=skip_lambda,
         counters=counters,
+        config=config,
     )
     eps = 2 * torch.finfo(inputs.q.dtype).eps
     torch.testing.assert_close(out.double(), want.out, rtol=eps, atol=eps)
@@ -87,6 +90,40 @@ def test_matches_the_oracle(
     check(inputs, case, kv, causal, None)
     counters = check(inputs, case, kv, causal, skip_lambda)
     assert (counters[:, 1].sum() > 0) == (case.low > 0)
+
+
+CONFIGS = {
+    "values on demand": Config(4, 1, False),
+    "values on demand after skips": Config(4, 2, True, demand_stages=2, chunk=4),
+    "by the copy engine": Config(4, 2, True, demand_stages=3, chunk=8, boxes=True),
+}
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_gives_the_same(make_case: Make, name: str, page_size: int | None) -> None:
+    """A prompt long enough for looks at the skips to change how values are fetched."""
+    case, inputs = make_case(
+        seqlens_q=(20, 3), seqlens_k=(700, 40), num_heads=2, num_kv_heads=1,
+        geometry=Geometry(32, 32),
+    )  # fmt: skip
+    kv: PagedKV | RaggedKV = inputs.paged(page_size) if page_size else inputs.ragged
+    skip_lambda = torch.tensor([0.05, 0.3], device=inputs.q.device)
+    counters = check(inputs, case, kv, True, skip_lambda, CONFIGS[name])
+    assert 0 < counters[:, 1].sum() < counters[:, 0].sum()
+    check(inputs, case, kv, True, None, CONFIGS[name])
+
+
+def test_tensors_that_the_copy_engine_cannot_read_go_by_pointers(make_case: Make) -> None:
+    case, inputs = make_case(seqlens_q=(70,), seqlens_k=(200,))
+    assert None not in boxes_of(inputs.ragged, 64)
+    wide = inputs.k.new_zeros(200, case.num_kv_heads, case.head_dim + 4)
+    wide[..., : case.head_dim] = inputs.k
+    kv = RaggedKV(wide[..., : case.head_dim], inputs.v, inputs.cu_seqlens_k)
+    assert boxes_of(kv, 64) == boxes_of(inputs.paged(16), 64) == (None, None)
+    skip_lambda = torch.tensor([0.3], device=inputs.q.device)
+    config = CONFIGS["by the copy engine"]
+    assert check(inputs, case, kv, True, skip_lambda, config)[:, 1].sum() > 0
 
 
 def test_lambda_is_read_per_request_and_zero_skips_nothing(make_case: Make) -> None:
