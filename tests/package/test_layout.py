@@ -35,6 +35,7 @@ NEEDS_VLLM = {
 DEVICE_CODE = (
     "blasst.kernels.triton.device",
     "blasst.kernels.cute.",
+    "blasst.kernels.instruments.plants",
     *(f"blasst.kernels.hopper.{m}" for m in ("compile", "consume", "epilogue", "prefill", "seen")),
     *(
         f"blasst.kernels.blackwell.{m}"
