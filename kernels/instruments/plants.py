@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from blasst.kernels.cute.load import Source
@@ -17,16 +18,14 @@ from blasst.kernels.hopper.config import Config
 from blasst.kernels.hopper.epilogue import store_output
 from blasst.kernels.verify.subjects.configs import rebuild
 
+rebase = consume.Consumer.rebase
+
 
 @cute.jit
-def follow_behind_a_wait(
-    self: consume.Consumer, bits: cute.Tensor, outgrown: Boolean
-) -> cute.Tensor:
+def rebase_behind_a_wait(self: consume.Consumer, settled: cutlass.Constexpr[bool]) -> cute.Tensor:
     """Single warps of a group wait for its products: all of them have to, or none."""
-    if outgrown:
-        warpgroup.wait_group(0)
-        bits = self.rebase()
-    return bits
+    warpgroup.wait_group(0)
+    return rebase(self, settled)
 
 
 @cute.jit
@@ -40,7 +39,7 @@ def store_where_others_do(
 
 
 def _branch() -> None:
-    consume.Consumer.follow = follow_behind_a_wait  # type: ignore[method-assign]
+    consume.Consumer.rebase = rebase_behind_a_wait  # type: ignore[method-assign]
 
 
 def _tile() -> None:

@@ -169,10 +169,11 @@ def test_when_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
     assert packing(call_of([16] * 8)) == 4  # 256 tiles, 64 packed
     assert packing(call_of([16] * 4)) == 1  # 128 tiles run at once anyway
-    assert packing(call_of([128] * 8)) == 1  # nothing is empty
-    assert packing(call_of([130] * 8)) == 4  # 512 tiles, 320 packed
-    assert packing(call_of([200] * 8)) == 4  # 512 and 448
-    assert packing(call_of([250] * 8)) == 1  # 512 and 512
+    assert launch.problem_config(PROBLEM).tile_m == 192
+    assert packing(call_of([192] * 8)) == 1  # nothing is empty
+    assert packing(call_of([200] * 8)) == 4  # 512 tiles, 320 packed
+    assert packing(call_of([330] * 8)) == 4  # 512 and 448
+    assert packing(call_of([370] * 8)) == 1  # 512 and 512
     assert packing(call_of([16] * 8, heads=24)) == 1  # a group of 3
     assert packing(call_of([16] * 8, heads=48)) == 2  # of 6
     # What is skipped depends on it, so a vote is packed only on demand.
