@@ -384,23 +384,35 @@ def run_history(args: argparse.Namespace) -> dict[str, object]:
     return {"history": rows}
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, object]:
     parser = argparse.ArgumentParser(description="Packed training with block masks.")
     parser.add_argument("what", choices=["same", "train", "history"])
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--dtype", default="float64", help="of `same` (default: float64)")
-    parser.add_argument("--layers", type=int, default=2, help="of `same` (default: 2)")
-    parser.add_argument("--dim", type=int, default=64, help="of `same` (default: 64)")
-    parser.add_argument("--heads", type=int, default=4, help="of `same`; half for k, v (4)")
-    parser.add_argument("--prefix", type=int, default=512, help="tokens (default: 512)")
-    parser.add_argument("--suffix", type=int, default=64, help="tokens (default: 64)")
-    parser.add_argument("--suffixes", type=int, default=8, help="how many (default: 8)")
-    parser.add_argument("--turns", type=int, default=6, help="of a conversation (default: 6)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
-    parser.add_argument("--steps", type=int, default=200, help="of training (default: 200)")
-    parser.add_argument("--chats", type=int, default=8, help="a step of `history` (default: 8)")
-    parser.add_argument("--seeds", type=int, default=3, help="of `history` (default: 3)")
+    parser.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"],
+                        help="of `same` (default: float64)")  # fmt: skip
+    parser.add_argument("--layers", type=positive, default=2, help="of `same` (default: 2)")
+    parser.add_argument("--dim", type=positive, default=64, help="of `same` (default: 64)")
+    parser.add_argument("--heads", type=positive, default=4, help="of `same`; half for k, v (4)")
+    parser.add_argument("--prefix", type=positive, default=512, help="tokens (default: 512)")
+    parser.add_argument("--suffix", type=positive, default=64, help="tokens (default: 64)")
+    parser.add_argument("--suffixes", type=positive, default=8, help="how many (default: 8)")
+    parser.add_argument("--turns", type=positive, default=6, help="of a conversation (default: 6)")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed rounds (default: 5)")
+    parser.add_argument("--steps", type=positive, default=200, help="of training (default: 200)")
+    parser.add_argument(
+        "--chats", type=positive, default=8, help="a step of `history` (default: 8)"
+    )
+    parser.add_argument("--seeds", type=positive, default=3, help="of `history` (default: 3)")
     args = parser.parse_args(argv)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch finds no GPU here")
     run = {"same": run_same, "train": run_train, "history": run_history}[args.what]
     return run(args)
 
