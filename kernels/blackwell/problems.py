@@ -21,10 +21,18 @@ CORNERS = (
     Shape(((100, 300), (300, 200)), num_heads=1),
     Shape(((256, 544),), mag=1000, seed=55),
 )
+# Warps of tile 1, of tile 0, that disagree on a block with bits; a maximum that rises late.
+MASKED_CORNERS = (
+    Shape(((256, 640),), num_heads=1, mask="sliding window", mag=1000.0),
+    Shape(((256, 640),), num_heads=1, mask="shared_prefix", mag=1000.0, seed=1),
+    Shape(((256, 640),), num_heads=1, mask="random blocks", mag=14000.0),
+)
 FEW_MASKED = ((0, 7), (5, 5), (130, 300))
 MASKED_EDGES = ((256, 640), (130, 300), (5, 5), (0, 7), (257, 384))
 EDGES = ((256, 640), (70, 70), (0, 5), (100, 64), (3, 0), (1, 1), (129, 300), (255, 257))
 UNEQUAL = (1000, 100, 3000, 300)  # MAGs of requests: a kernel that takes another's skips otherwise
+# One key block for two tiles: the only visit is the first and the last one.
+SINGLE = Shape(((200, 128), (256, 100)), num_heads=1, mag=UNEQUAL, seed=1)
 SKIPPING = Shape(((256, 640),), mag=2500, seed=10)  # a third of its visits
 
 
@@ -44,7 +52,7 @@ def _square(tiles: int, queries: int = 256) -> tuple[tuple[int, int], ...]:
 
 def parts() -> list[Part]:
     """Everything that is proved, cheapest first."""
-    tiles = tuple(Shape(_square(n), num_heads=1) for n in KEY_TILES)
+    tiles = (*(Shape(_square(n), num_heads=1) for n in KEY_TILES), SINGLE)
     edges = Shape(EDGES, mag=UNEQUAL, seed=1)
     mags = tuple(Shape(((256, 1024),), mag=mag, seed=DIVERSE) for mag in MAGS)
     dialled = tuple(Shape(((256, 2560),), skip_rate=rate) for rate in SKIP_RATES)
@@ -88,7 +96,7 @@ def masked_parts() -> list[Part]:
     paged = replace(MASKED, page_size=16, head_dim=64, dtype="float16", causal=False)
     one = (Shape(((256, 640), (130, 300)), mask="blind rows", mag=500.0),)
     return [
-        Part("masks", MASKED, every),
+        Part("masks", MASKED, (*every, *MASKED_CORNERS)),
         Part("masks, own P", replace(MASKED, cross_p=False), every),
         Part("masks, dense", replace(MASKED, vote=False, count=False), dense),
         Part("masks, not causal, head_dim 64, float16, pages of 16", paged, every),
@@ -106,7 +114,7 @@ def staying_parts() -> list[Part]:
     masked = tuple(Shape(MASKED_EDGES, mask=mask) for mask in ("blind rows", "blind tiles"))
     paged = replace(STAYING, page_size=16, head_dim=64, dtype="float16", causal=False)
     return [
-        Part("staying", STAYING, (edges, heads, mag)),
+        Part("staying", STAYING, (edges, heads, mag, SINGLE)),
         Part("staying, own P", replace(STAYING, cross_p=False, grid=1), (edges, heads, mag)),
         Part("staying, dense", replace(STAYING, vote=False, count=False), (edges,)),
         Part("staying, pages of 16", paged, (edges, mag)),
@@ -134,21 +142,24 @@ def mutated() -> list[Mutated]:
     """Every kind of build. What one problem does not reach or notice, another one may."""
     small = Shape(((200, 400), (64, 64)), num_heads=1)
     few = Shape(((0, 5), (3, 0), (1, 1), (129, 300)), num_heads=1, mag=UNEQUAL, seed=1)
-    votes = (few, small, *CORNERS, SKIPPING)
+    votes = (few, small, SINGLE, *CORNERS, SKIPPING)
     masks = tuple(
         Shape(((256, 640), (130, 300)), num_heads=1, mask=mask, mag=500.0)
         for mask in ("random blocks", "blind rows", "blind tiles")
     )
-    masks = (Shape(FEW_MASKED, num_heads=1, mask="strip_history_thinking"), *masks)
+    masks = (
+        Shape(FEW_MASKED, num_heads=1, mask="strip_history_thinking"), *masks, *MASKED_CORNERS
+    )  # fmt: skip
     items = Shape(((512, 640), (130, 300)), num_heads=1, mag=2500, seed=DIVERSE)
+    items_masked = tuple(replace(shape, seqlens=items.seqlens) for shape in masks[1:4])
     paged = replace(VOTING, page_size=16, head_dim=64, dtype="float16")
     return [
         Mutated("vote", VOTING, votes),
         Mutated("vote, own P", replace(VOTING, cross_p=False), votes),
         Mutated("vote, not causal", replace(VOTING, causal=False), votes),
-        Mutated("dense", DENSE, (replace(few, mag=None), small, CORNERS[0])),
-        Mutated("pages of 16, head_dim 64, float16", paged, votes),
+        Mutated("dense", DENSE, (replace(few, mag=None), small, SINGLE, CORNERS[0])),
+        Mutated("pages of 16, head_dim 64, float16", paged, (*votes, replace(CORNERS[1], seed=2))),
         Mutated("masks", MASKED, masks),
-        Mutated("staying", STAYING, (few, items, CORNERS[1], SKIPPING)),
-        Mutated("staying, masks", replace(STAYING, block_mask=True), masks),
+        Mutated("staying", STAYING, (few, items, SINGLE, CORNERS[1], SKIPPING)),
+        Mutated("staying, masks", replace(STAYING, block_mask=True), (*masks, *items_masked)),
     ]
