@@ -290,7 +290,8 @@ def test_the_geometry_is_the_implementations_own_unless_it_is_given() -> None:
     choose.cache_clear()
     assert choose(GPU_PROBLEM).impl is Impl.HOPPER
     assert own_geometry(GPU_PROBLEM, Impl.HOPPER) == Geometry(64, 128)
-    assert own_geometry(PROBLEM, Impl.CPU) == own_geometry(GPU_PROBLEM, Impl.TRITON) == Geometry()
+    assert own_geometry(PROBLEM, Impl.CPU) == Geometry()
+    assert own_geometry(GPU_PROBLEM, Impl.TRITON) == Geometry(128, 64)
     newer = replace(GPU_PROBLEM, capability=(10, 0))
     assert choose(newer).impl is Impl.BLACKWELL
     assert own_geometry(newer, Impl.BLACKWELL) == Geometry(128, 128)
