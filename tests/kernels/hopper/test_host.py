@@ -93,9 +93,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from blasst.kernels.cute import softmax
+from blasst.kernels.cute import arrays, load, softmax, tile
 from blasst.kernels.cute.mma import issue
-from blasst.kernels.hopper import consume, prefill
+from blasst.kernels.hopper import consume, epilogue, prefill
 from blasst.kernels.hopper.compile import compile_prefill
 from blasst.kernels.hopper.launch import config_for
 
@@ -143,11 +143,17 @@ def visit(self, i: Int32, lead: Int32, settled: cutlass.Constexpr[bool]) -> None
     warpgroup.wait_group(0)
 
 
-if mode == "source without a vote or a mask":
+if mode == "source without an option":
     Consumer = consume.Consumer
     del Consumer.visit_all, Consumer.settled_from, Consumer.needed, Consumer.mask, Consumer.look_up
     del softmax.Threshold, softmax.least_bits, prefill.visits_at, prefill.Seen
     Consumer.attend, Consumer.visit = attend, visit
+    # And without heads that share a tile.
+    for module in (consume, epilogue, load, tile):
+        module.position_of = lambda row, pack: row
+    for module in (arrays, tile):
+        module.rows_of = lambda positions, pack: positions
+    arrays.packed = lambda rows, pack: rows
 vote = mode == "vote"
 config = config_for("bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote)
 compile_prefill(replace(config, cluster=cluster))
@@ -188,7 +194,7 @@ def check_build(text: str, products: int) -> None:
 @pytest.mark.slow
 def test_without_an_option_the_build_is_that_of_a_source_without_it(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
-    modes = ("vote", "dense", "source without a vote or a mask")
+    modes = ("vote", "dense", "source without an option")
     vote, dense, without = (sass(tmp_path / mode, mode, 0, 1) for mode in modes)
     check_build(vote, products=4)
     check_build(dense, products=4)
