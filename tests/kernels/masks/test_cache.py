@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from blasst.kernels.errors import InvalidInputError
-from blasst.kernels.masks import bound
+from blasst.kernels.masks import bound, flex
 from blasst.kernels.masks.bound import AttentionMask, MaskCache
-from blasst.kernels.masks.mods import causal, document
+from blasst.kernels.masks.inputs import Inputs
+from blasst.kernels.masks.mods import causal, document, shared_prefix, sliding_window
 from blasst.kernels.masks.segments import Segments
 from blasst.kernels.types import Geometry
 
@@ -88,3 +89,32 @@ def test_what_is_not_a_token_is_refused() -> None:
         Segments(*[[[0, 1]]] * 5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="int64"):
         Segments(*[torch.zeros(1, 4, dtype=torch.int64)] * 5)
+
+
+@pytest.mark.parametrize(("backend", "lengths", "compilations"), [("TRITON", (64,), 1),
+    ("FLASH", (64,), 1), ("TRITON", (64, 128, 192, 130, 70), 3)])  # fmt: skip
+def test_fifty_layouts_of_the_route_itself(
+    backend: flex.Backend,
+    lengths: tuple[int, ...],
+    compilations: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """flex.run, as masked_attention calls it: other lengths are two more, with symbolic sizes, of
+    one block of keys and of several."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, real = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: real(f, backend=counter, **o))
+    flex._compiled.cache_clear()
+    generator, cache = torch.Generator().manual_seed(0), MaskCache()
+    for i in range(50):
+        n = lengths[i % len(lengths)]
+        fields = [torch.randint(0, 4, (1, n), generator=generator).sort().values for _ in range(5)]
+        mask = shared_prefix() & document() & sliding_window(3 + i)
+        held = cache.bind(mask, Segments(*(f.int() for f in fields)))
+        q = torch.randn(1, n, 2, 8, generator=generator)
+        with torch.no_grad():
+            flex.run(Inputs(q, q, q, held, 0.3), backend=backend, geometry=flex.TRITON_GEOMETRY)
+    flex._compiled.cache_clear()
+    assert counter.frame_count == compilations
+    assert cache.stats.misses == 50
