@@ -76,6 +76,25 @@ def test_a_lambda_changed_in_place_is_read_by_the_next_launch() -> None:
     assert 0 == skips[0] < skips[1] < skips[2]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "mag", "skips"),
+    [
+        ("bfloat16", 0.01, True),
+        ("bfloat16", 1.2e5, False),
+        ("float16", 9e3, True),
+        ("float16", 16e3, True),
+    ],
+)
+def test_thresholds_within_and_beyond_the_margin(dtype: str, mag: float, skips: bool) -> None:
+    """Bases are as far below the maximum as the threshold reaches, up to what P can hold; beyond
+    it every visit compares what is negative too."""
+    config = replace(VOTING, dtype=dtype)
+    case = hopper.case(config, replace(FAULTY, mag=mag))
+    verdict = bench(config).run(case)
+    assert verdict.ok, "\n".join(verdict.describe())
+    assert (int(case.outputs["counters"][0, 1]) > 0) == skips
+
+
 def without(file: str, opcode: str) -> list[Mutant]:
     """Each instruction of this kind of a source file ("": of any) left out in turn, if the case
     reaches it."""
