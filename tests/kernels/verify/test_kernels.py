@@ -20,9 +20,8 @@ from blasst.kernels.verify.subjects.attention import Shape
 VOTING = Config("bfloat16", 128, True, 0, True, True)
 PAGED = replace(VOTING, head_dim=64, dtype="float16", page_size=16)
 SKIPPING = Shape(((128, 640),), mag=2500, seed=6)
-# Warps of the second tile vote differently: on a block after a skipped one, and on its second
-# block, which it sees only in part.
-DIFFERING = [Shape(((128, 664),), mag=2500, seed=seed) for seed in (6, 9)]
+# Warps vote differently, on blocks judged by all rules and on those where the base is settled.
+DIFFERING = [Shape(((192, 700),), num_heads=1, mag=2500, seed=seed) for seed in (6, 9)]
 LENGTHS = ((200, 333), (70, 70), (0, 9), (1, 1), (5, 0))
 
 
