@@ -12,9 +12,15 @@ from blasst.kernels.masks.inputs import Inputs, Result
 def run(x: Inputs) -> Result:
     """Any shapes that Inputs allows.
 
-    Computed in float32, or float64 for float64 inputs. Rows that see nothing: out 0, lse -inf, no
-    gradient. Memory: batch x num_heads x seqlen_q x seqlen_k scores, several times.
+    Computed in float32, or float64 for float64 inputs, under autocast too. Rows that see nothing:
+    out 0, lse -inf, no gradient. Memory: batch x num_heads x seqlen_q x seqlen_k scores, several
+    times.
     """
+    with torch.autocast(x.q.device.type, enabled=False):
+        return _run(x)
+
+
+def _run(x: Inputs) -> Result:
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     group = x.q.shape[2] // x.k.shape[2]
     queries = x.q.to(dtype).transpose(1, 2)

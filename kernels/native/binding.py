@@ -91,9 +91,10 @@ class Work:
     with the last reference, which may be a thread's. MemoryError: no memory.
     """
 
+    _work: int | None = None  # of the class: torch.compile drops objects that it half made
+
     def __init__(self, library: ctypes.CDLL, call: Call, out: torch.Tensor, threads: int) -> None:
         self._library = library
-        self._work: int | None = None
         self.items = _items(call, threads)
         # Filled by the library: torch would do it with threads that a forked child lacks.
         self.lse = torch.empty(call.q.shape[1], call.q.shape[0])

@@ -17,7 +17,7 @@ import torch
 from blasst.kernels import cpu
 from blasst.kernels.api import prefill_attention
 from blasst.kernels.errors import UnsupportedError
-from blasst.kernels.native import build
+from blasst.kernels.native import binding, build
 from blasst.kernels.reference import reference_attention
 from blasst.kernels.testing import cumulative, error_budget
 from blasst.kernels.types import AttentionSpec, Geometry, RaggedKV
@@ -274,3 +274,8 @@ def test_exp2_is_good_to_its_stated_error() -> None:
     cpu.library().blasst_exp2(tiny.data_ptr(), tiny.numel())
     assert float(tiny.min()) >= 0.0
     assert float(tiny.max()) <= 2.0**-126
+
+
+def test_work_that_was_never_opened_is_dropped_quietly() -> None:
+    """torch.compile drops objects that it made in part; an error there would only be printed."""
+    binding.Work.__new__(binding.Work).__del__()

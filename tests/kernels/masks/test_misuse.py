@@ -54,6 +54,14 @@ def test_integers_are_no_queries() -> None:
         masked_attention(f, f[:, :, :0], f[:, :, :0], mask, impl="eager")
 
 
+def test_eager_is_float32_under_autocast_too() -> None:
+    mask = bind(causal(), Segments.from_position_ids(torch.arange(70)[None]))
+    q = torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(0))
+    plain = masked_attention(q, q, q, mask, impl="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(masked_attention(q, q, q, mask, impl="eager"), plain)
+
+
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile counts its recompilations, and nothing is generated."""
