@@ -56,12 +56,13 @@ class Config:
 
     @property
     def producer_registers(self) -> int:
-        """Reading a page table takes more than the 24 that two consumer warpgroups leave over."""
-        return {2: 40 if self.page_size else 24, 3: 32}[self.warpgroups]
+        """Reading a page table takes more than 24."""
+        return 32
 
     @property
     def consumer_registers(self) -> int:
-        return {2: 232 if self.page_size else 240, 3: 160}[self.warpgroups]
+        """What a multiprocessor has for each of three warpgroups beside the producer's."""
+        return 160
 
     @property
     def window(self) -> int:

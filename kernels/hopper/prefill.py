@@ -1,4 +1,4 @@
-"""The kernel: a producer warpgroup and two or three consumers compute one tile of query rows."""
+"""The kernel: a producer warpgroup and three consumers compute one tile of query rows."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
