@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 from blasst.kernels.cute.load import Source
 from blasst.kernels.hopper import compile as hopper_compile
 from blasst.kernels.hopper import consume, launch, prefill
-from blasst.kernels.hopper.config import Config
+from blasst.kernels.hopper.config import WARP, WARPGROUP, Config
 from blasst.kernels.hopper.epilogue import store_output
 from blasst.kernels.verify.subjects.configs import rebuild
 
@@ -29,24 +29,26 @@ def rebase_behind_a_wait(self: consume.Consumer, settled: cutlass.Constexpr[bool
 
 
 @cute.jit
-def store_where_others_do(
+def store_unordered(
     consumer: consume.Consumer, target: Source, smem: cute.Tensor, lse: cute.Tensor, head: Int32
 ) -> None:
-    """All warpgroups put their outputs into the rows of the first one."""
-    first = (smem.iterator - consumer.group * cute.size(smem)).align(prefill.SWIZZLE_ALIGNMENT)
-    rows = cute.make_tensor(first, smem.layout)
-    store_output(consumer, target, rows, lse, head)
+    """Before the output, each thread leaves a value for the next warp, and nobody waits for it."""
+    values = cute.make_tensor(smem.iterator, cute.make_layout(cute.size(smem)))
+    thread = consumer.thread
+    values[thread] = smem.element_type(1.0)
+    values[thread + WARPGROUP] = values[(thread + WARP) % WARPGROUP]
+    store_output(consumer, target, smem, lse, head)
 
 
 def _branch() -> None:
     consume.Consumer.rebase = rebase_behind_a_wait  # type: ignore[method-assign]
 
 
-def _tile() -> None:
-    prefill.store_output = store_where_others_do  # type: ignore[attr-defined]
+def _order() -> None:
+    prefill.store_output = store_unordered  # type: ignore[attr-defined]
 
 
-FAULTS: dict[str, Callable[[], None]] = {"branch": _branch, "tile": _tile}
+FAULTS: dict[str, Callable[[], None]] = {"branch": _branch, "order": _order}
 
 
 def plant(name: str) -> None:

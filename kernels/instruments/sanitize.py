@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from blasst.kernels.types import Geometry
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-PLANTS = {"memcheck": "rows", "initcheck": "lambda", "synccheck": "branch", "racecheck": "tile"}
+PLANTS = {"memcheck": "rows", "initcheck": "lambda", "synccheck": "branch", "racecheck": "order"}
 """What is planted: more query rows than there are; a lambda that nothing wrote; a wait for products
-in a branch of single warps; outputs of two warpgroups in the same shared memory."""
+in a branch of single warps; values in shared memory that a warp reads without a barrier."""
 OF_INPUTS = ("rows", "lambda")
 """Of every kernel; the others are in the device code of hopper, `plants.py`."""
 IMPLS = ("hopper", "triton")
