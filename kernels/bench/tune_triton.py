@@ -54,7 +54,7 @@ class Candidate:
         return " ".join(parts + (["page16"] if self.paged else []))
 
 
-def _pair(stages: int, v_ahead: bool = True, demand: int = 0, chunk: int = 32) -> Config:
+def _pair(stages: int, v_ahead: bool = True, demand: int = 0, chunk: int = 64) -> Config:
     """Two programs a multiprocessor, blocks by the copy engine."""
     return Config(8, stages, v_ahead, 128, demand, chunk, boxes=True, ballot=True)
 
@@ -70,8 +70,6 @@ CANDIDATES = (
     Candidate(128, 64, _pair(3, v_ahead=False)),
     Candidate(128, 64, _pair(2, demand=3, chunk=16)),
     Candidate(128, 64, _pair(2, demand=3)),
-    Candidate(128, 64, _pair(2, demand=3, chunk=64)),
-    Candidate(128, 64, _pair(2, demand=4)),
     Candidate(128, 128, Config(8, 5, True), paged=True),
     Candidate(128, 64, Config(8, 3, True, 128), paged=True),
     Candidate(128, 64, Config(8, 3, True, 128, ballot=True), paged=True),

@@ -29,7 +29,7 @@ class Config:
     v_ahead: bool
     max_registers: int | None = None
     demand_stages: int = 0
-    chunk: int = 32
+    chunk: int = 64
     boxes: bool = False
     ballot: bool = False
 

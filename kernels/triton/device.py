@@ -191,7 +191,7 @@ def _visit_full_blocks(
     on_demand = True
     while done < n_full:
         # The first look comes early: a short prompt has few blocks.
-        end = tl.minimum(n_full, done + tl.where(done == 0, CHUNK // 4, CHUNK))
+        end = tl.minimum(n_full, done + tl.where(done == 0, (CHUNK + 7) // 8, CHUNK))
         before = skipped
         if on_demand:
             for i in tl.range(done, end, num_stages=DEMAND_STAGES):
