@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blasst.kernels.blackwell import mutation, proof
+from blasst.kernels.blackwell import mutation, proof, proved
 from blasst.kernels.blackwell.problems import VOTING, Part, mutated, parts
 from blasst.kernels.verify.subjects.attention import Shape
 
@@ -104,3 +104,9 @@ def test_mutants_are_kept_counted_and_not_repeated(
 
 def test_kinds_are_counted() -> None:
     assert mutation.kinds(["race: a", "race: b", "tail: c"]) == "2 race, 1 tail"
+
+
+def test_every_build_of_the_proof_was_proved() -> None:
+    first = {part.config: part.name for part in reversed(parts())}
+    assert set(proved.PTX) == set(first.values())
+    assert all(len(ptx) == 32 for ptx in proved.PTX.values())
