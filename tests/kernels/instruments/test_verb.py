@@ -118,8 +118,8 @@ def test_wrong_usage_exits_2(argv: tuple[str, ...]) -> None:
 
 def test_warps_have_names_by_their_role() -> None:
     names = capture.warp_names(Config("bfloat16", 128, True, 0, True, True))
-    assert len(names) == 12
-    assert (names[0], names[4], names[11]) == ("load warp 0", "group 0 warp 0", "group 1 warp 3")
+    assert len(names) == 16
+    assert (names[0], names[4], names[15]) == ("load warp 0", "group 0 warp 0", "group 2 warp 3")
 
 
 @pytest.mark.sm90
