@@ -306,10 +306,11 @@ def _ranges() -> Any:
 
 
 def _inside(events: Sequence[Any]) -> Counter[str]:
-    """Names of the runtime's calls that begin inside a range of ours, on the same thread."""
+    """Names of the runtime's calls that begin inside a range of ours, on the same thread. The
+    profiler repeats a range where its kernels ran, which is later and on the device."""
     ranges: dict[int, list[tuple[float, float]]] = {}
     for e in events:
-        if e.name.startswith(OURS):
+        if e.name.startswith(OURS) and e.device_type.name == "CPU":
             ranges.setdefault(e.thread, []).append((e.time_range.start, e.time_range.end))
     for spans in ranges.values():
         spans.sort()

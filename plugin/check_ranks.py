@@ -100,19 +100,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = f"the folder of {args.out} does not exist"
     if reason is not None:
         parser.error(reason)
+    found = Found(args.tp, args.dp, args.nodes)
     try:
-        found = _serve(args)
+        _serve(args, found)
     except ServerError as e:
         print(f"blasst: error: {e}", file=sys.stderr)
         return 3
-    args.out.write_text(json.dumps(asdict(found)))
+    finally:
+        if found.answers:  # also until an end that someone else set
+            args.out.write_text(json.dumps(asdict(found)))
     wrong = reasons(asdict(found))
     print("\n".join([summary(asdict(found)), *(f"WRONG {w}" for w in wrong)]), flush=True)
     return 1 if wrong else 0
 
 
-def _serve(args: argparse.Namespace) -> Found:
-    found = Found(args.tp, args.dp, args.nodes)
+def _serve(args: argparse.Namespace, found: Found) -> None:
     prompts = _prompts(args)
     found.prompt_tokens = sum(map(len, prompts))
     with tempfile.TemporaryDirectory(prefix="blasst-ranks-", ignore_cleanup_errors=True) as name:
@@ -121,15 +123,16 @@ def _serve(args: argparse.Namespace) -> Found:
         seen.mkdir()
         log = args.log or args.out.with_suffix(".log")
         started = time.monotonic()
-        with served(args, state, log) as server:
-            found.start_s = time.monotonic() - started
-            server.call("/collective_rpc", {"method": "blasst_record", "args": [str(seen)]})
-            _each_its_own(server, state, prompts, found, args.answer_tokens)
-            live = [p[: args.live_tokens] for p in prompts]
-            _live_changes(server, state, live, found, time.monotonic() + args.live_s)
-            found.metrics = _metrics(server.text("/metrics"))
-        _read_records(seen, found)
-    return found
+        try:
+            with served(args, state, log) as server:
+                found.start_s = time.monotonic() - started
+                server.call("/collective_rpc", {"method": "blasst_record", "args": [str(seen)]})
+                _each_its_own(server, state, prompts, found, args.answer_tokens)
+                live = [p[: args.live_tokens] for p in prompts]
+                _live_changes(server, state, live, found, time.monotonic() + args.live_s)
+                found.metrics = _metrics(server.text("/metrics"))
+        finally:
+            _read_records(seen, found)
 
 
 def _each_its_own(

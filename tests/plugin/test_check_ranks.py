@@ -116,15 +116,20 @@ def test_the_recorder_writes_what_a_rank_uses(tmp_path: Path) -> None:
 
 
 def test_calls_of_the_runtime_inside_our_ranges() -> None:
-    def event(name: str, thread: int, start: float, end: float) -> Any:
+    def event(name: str, thread: int, start: float, end: float, device: str = "CPU") -> Any:
         return SimpleNamespace(
-            name=name, thread=thread, time_range=SimpleNamespace(start=start, end=end)
+            name=name,
+            thread=thread,
+            time_range=SimpleNamespace(start=start, end=end),
+            device_type=SimpleNamespace(name=device),
         )
 
     found = _inside(
         [
             event(OURS + "split", 1, 10, 20),
             event(OURS + "forward", 1, 30, 40),
+            event(OURS + "forward", 1, 50, 60, "CUDA"),
+            event("cudaDeviceSynchronize", 1, 55, 58),
             event("cudaMemcpyAsync", 1, 12, 13),
             event("cudaLaunchKernel", 1, 40, 41),
             event("cudaStreamSynchronize", 1, 25, 26),
@@ -157,6 +162,22 @@ def test_unknown_faults_and_missing_models_are_bad_usage(
         assert stopped.value.code == 2
         assert reason in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_what_was_seen_is_written_when_someone_else_ends_it(
+    answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(args: Any, found: Any) -> None:
+        found.answers = [[1]] if answered else []
+        raise SystemExit(143)
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(check_ranks, "_serve", serve)
+    out = tmp_path / "out.json"
+    with pytest.raises(SystemExit):
+        check_ranks.main(["serve", str(tmp_path), "--out", str(out)])
+    assert out.exists() == answered
 
 
 @pytest.mark.vllm
