@@ -71,15 +71,16 @@ def recommend(results: Results, margin: float = DEFAULT_MARGIN) -> Recommendatio
 
 def as_words(found: Recommendation) -> str:
     lines = [
-        f"{c.outcome:<12}  {name_of(c.point):<12}  TTFT "
-        + (
-            "not measured"
-            if math.isnan(c.ttft.ratio)
-            else f"{c.ttft.ratio - 1:+.1%} (at most {c.ttft.high - 1:+.1%})"
-        )
-        for c in found.candidates
+        f"{c.outcome:<12}  {name_of(c.point):<12}  TTFT {_said(c.ttft)}" for c in found.candidates
     ]
     return "\n".join([*lines, f"recommended: {name_of(found.point)} ({found.reason})"])
+
+
+def _said(speed: Speed) -> str:
+    if math.isnan(speed.ratio):
+        return "not measured"
+    bound = f"at most {speed.high - 1:+.1%}" if math.isfinite(speed.high) else "of too few prompts"
+    return f"{speed.ratio - 1:+.1%} ({bound})"
 
 
 def as_json(found: Recommendation) -> dict[str, object]:
@@ -118,4 +119,5 @@ def _speed(results: Results, point: Point) -> Speed:
     mean, error = statistics.fmean(means), math.sqrt(variance) / len(means)
     # Student's 95% quantile, to first order in 1 / degrees of freedom.
     quantile = Z95 + (Z95**3 + Z95) / (4 * max(1, freedom))
-    return Speed(math.exp(mean), math.exp(min(700.0, mean + quantile * error)))
+    high = math.exp(mean + quantile * error) if math.isfinite(error) else math.inf
+    return Speed(math.exp(mean), high)

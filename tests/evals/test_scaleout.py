@@ -284,4 +284,5 @@ def test_a_gain_within_the_noise_is_none(timed: int, noise: float, outcome: str)
     assert found.outcome == outcome
     assert (found.point is not None) == (outcome == "GO")
     (candidate,) = found.candidates
+    assert ("too few prompts" in as_words(found)) == (timed == 1)
     assert candidate.ttft.ratio == pytest.approx(0.95 * (1 + noise) ** 0.5 if timed > 1 else 0.95)
