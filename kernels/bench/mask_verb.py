@@ -81,7 +81,9 @@ def run(args: argparse.Namespace, command: str) -> int:
         for row in section(plan):
             print(f"  {row}", file=sys.stderr, flush=True)
             rows.append(row)
-            result["crossover"] = crossover(result["sections"].get("speed", []), device)
+            result["crossover"] = crossover(
+                result["sections"].get("speed", []), device, args.head_dim
+            )
             if args.json is not None:
                 args.json.write_text(json.dumps(result, indent=1))
     text = markdown(result, command)
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def crossover(rows: Sequence[Row], device: str) -> list[dict[str, object]]:
+def crossover(rows: Sequence[Row], device: str, head_dim: int) -> list[dict[str, object]]:
     """The shortest lengths from which FA4, called directly and through FlexAttention, beats
     FlexAttention's own kernels for every mask, and from which our kernel beats all three."""
     if device != "cuda":
@@ -99,7 +101,7 @@ def crossover(rows: Sequence[Row], device: str) -> list[dict[str, object]]:
     import torch
 
     major = torch.cuda.get_device_capability()[0]
-    return find_crossover(rows, major)
+    return [row | {"head_dim": head_dim} for row in find_crossover(rows, major)]
 
 
 RIVALS = {

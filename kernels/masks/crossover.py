@@ -15,17 +15,19 @@ NEVER = 1 << 62
 @dataclass(frozen=True)
 class Crossover:
     """tokens: the sequence length from which on a route is the faster one, by (route, needs a
-    gradient, major compute capability): "fa4" and "flex-fa4" than "flex-triton", "blasst" than all
-    three. Routes and GPUs that are not listed are not chosen; "flex-triton" needs no entry."""
+    gradient, major compute capability, head_dim): "fa4" and "flex-fa4" than "flex-triton", "blasst"
+    than all three. What is not listed is not chosen; "flex-triton" needs no entry."""
 
-    tokens: Mapping[tuple[str, bool, int], int] = field(default_factory=dict)
+    tokens: Mapping[tuple[str, bool, int, int], int] = field(default_factory=dict)
     source: str = ""
 
-    def first(self, route: str, capability: tuple[int, int] | None, needs_grad: bool) -> int:
+    def first(
+        self, route: str, capability: tuple[int, int] | None, needs_grad: bool, head_dim: int
+    ) -> int:
         """Tokens; NEVER when nothing was measured."""
         if capability is None:
             return NEVER
-        return self.tokens.get((route, needs_grad, capability[0]), NEVER)
+        return self.tokens.get((route, needs_grad, capability[0], head_dim), NEVER)
 
     @classmethod
     def load(cls, path: Path) -> Crossover:
@@ -33,7 +35,9 @@ class Crossover:
         try:
             found = json.loads(path.read_text())["crossover"]
             rows = {
-                (str(r["route"]), bool(r["needs_grad"]), int(r["major"])): int(r["tokens"])
+                (str(r["route"]), bool(r["needs_grad"]), int(r["major"]), int(r["head_dim"])): int(
+                    r["tokens"]
+                )
                 for r in found
             }
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -45,11 +49,11 @@ class Crossover:
 
 MEASURED = Crossover(
     {
-        ("fa4", True, 9): 4096,
-        ("fa4", False, 9): 8192,
-        ("flex-fa4", True, 9): 16384,
-        ("flex-fa4", False, 9): 16384,
-        ("blasst", False, 9): 8192,
+        ("fa4", True, 9, 128): 4096,
+        ("fa4", False, 9, 128): 8192,
+        ("flex-fa4", True, 9, 128): 16384,
+        ("flex-fa4", False, 9, 128): 16384,
+        ("blasst", False, 9, 128): 8192,
     },
     "measured on one H200, docs/measurements/h200-masks.md",
 )

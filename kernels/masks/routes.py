@@ -174,7 +174,7 @@ def order(problem: RouteProblem, crossover: Crossover) -> dict[Route, str]:
         return {Route.BLASST: "inference on a CPU"} | eager if ours else eager
     kind = "training" if needs_grad else "inference"
     measured = {
-        route: crossover.first(route, attention.capability, needs_grad)
+        route: crossover.first(route, attention.capability, needs_grad, attention.head_dim)
         for route, usable in (
             (Route.BLASST, ours),
             (Route.FA4, not problem.compiling),
@@ -187,7 +187,7 @@ def order(problem: RouteProblem, crossover: Crossover) -> dict[Route, str]:
         for route, first in measured.items()
         if problem.seqlen >= first
     }
-    triton = {Route.FLEX_TRITON: f"no faster route is known for {kind} at this length"}
+    triton = {Route.FLEX_TRITON: f"no faster route is known for {kind} at this length and head_dim"}
     return faster | triton | {Route.FLEX_FA4: "the one that is left"} | faster
 
 

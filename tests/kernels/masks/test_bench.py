@@ -107,13 +107,14 @@ def test_crossover_needs_every_mask_and_every_longer_length(tmp_path: Path) -> N
         *table[:2],
     ]
     out = tmp_path / "rows.json"
-    out.write_text(json.dumps({"crossover": table}))
+    out.write_text(json.dumps({"crossover": [r | {"head_dim": 64} for r in table]}))
     loaded = Crossover.load(out)
-    assert loaded.first("flex-fa4", (9, 0), True) == 8192
-    assert loaded.first("flex-fa4", (9, 0), False) == 4096
-    assert loaded.first("flex-fa4", (10, 0), True) > 1 << 40
-    assert loaded.first("blasst", (9, 0), False) == 4096
-    assert loaded.first("blasst", (9, 0), True) > 1 << 40
+    assert loaded.first("flex-fa4", (9, 0), True, 64) == 8192
+    assert loaded.first("flex-fa4", (9, 0), False, 64) == 4096
+    assert loaded.first("flex-fa4", (10, 0), True, 64) > 1 << 40
+    assert loaded.first("blasst", (9, 0), False, 64) == 4096
+    assert loaded.first("blasst", (9, 0), True, 64) > 1 << 40
+    assert loaded.first("blasst", (9, 0), False, 128) > 1 << 40
     assert "4096" in markdown({"where": {}, "sections": {}, "crossover": table}, "blasst")
 
 

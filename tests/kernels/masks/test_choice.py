@@ -48,7 +48,7 @@ CPU = replace(GPU, attention=replace(GPU.attention, device_type="cpu", capabilit
         (BLACKWELL, Route.FLEX_TRITON),
         (replace(GPU, attention=replace(GPU.attention, dtype="float32")), Route.FLEX_TRITON),
         (replace(GPU, attention=replace(GPU.attention, head_dim=192)), Route.FLEX_TRITON),
-        (replace(GPU, attention=replace(GPU.attention, head_dim=96)), Route.FA4),
+        (replace(GPU, attention=replace(GPU.attention, head_dim=96)), Route.FLEX_TRITON),
         (CPU, Route.EAGER),
         (replace(CPU, needs_grad=False), Route.BLASST),
         (replace(CPU, needs_grad=False, compiling=True), Route.EAGER),
@@ -62,8 +62,8 @@ def test_auto(problem: RouteProblem, route: Route) -> None:
 def test_crossover_is_data(tmp_path: Path) -> None:
     table = tmp_path / "masks.json"
     rows = [
-        {"route": "flex-fa4", "needs_grad": True, "major": 10, "tokens": 2048},
-        {"route": "blasst", "needs_grad": False, "major": 9, "tokens": 512},
+        {"route": "flex-fa4", "needs_grad": True, "major": 10, "head_dim": 128, "tokens": 2048},
+        {"route": "blasst", "needs_grad": False, "major": 9, "head_dim": 128, "tokens": 512},
     ]
     table.write_text(json.dumps({"crossover": rows}))
     loaded = Crossover.load(table)
@@ -78,7 +78,7 @@ def test_crossover_is_data(tmp_path: Path) -> None:
 
 
 def test_auto_says_once_what_runs_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    table = Crossover({("blasst", False, 9): 4096}, "a table")
+    table = Crossover({("blasst", False, 9, d): 4096 for d in (48, 128)}, "a table")
     inference = replace(GPU, needs_grad=False)
     routes._log.cache_clear()
     with caplog.at_level("INFO", logger="blasst.kernels"):

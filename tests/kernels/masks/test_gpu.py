@@ -71,7 +71,7 @@ def inference(mask: AttentionMask, tensors: list[torch.Tensor], impl: str) -> to
 
 @OURS
 def test_auto_runs_our_kernel_for_inference_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    first = MEASURED.first("blasst", (9, 0), False)
+    first = MEASURED.first("blasst", (9, 0), False, 128)
     assert first <= 1 << 17
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(1, first, heads, 128) for heads in (8, 2, 2)]
