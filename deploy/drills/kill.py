@@ -58,10 +58,10 @@ def run(plan: Plan, say: Any = print) -> Result:
     cannot tell what it must."""
     deployment = Deployment(plan.model, plan.folder, plan.options)
     result = Result()
+    texts = prompts(3, plan.prompt_tokens, plan.vocabulary, plan.seed)
+    client = Client(deployment.port, texts)
     try:
         deployment.engine.wait_ready(START_S)
-        texts = prompts(3, plan.prompt_tokens, plan.vocabulary, plan.seed)
-        client = Client(deployment.port, texts)
         writes, references, noise = _learn(plan, deployment, client)
         result.numbers["noise_nats"], result.numbers["gap_nats"] = noise
         say(f"learned {len(references)} classes: noise {noise[0]:.2g}, gap {noise[1]:.2g} nats")
@@ -81,7 +81,6 @@ def run(plan: Plan, say: Any = print) -> Result:
             watchers.stop()
         result.numbers["seconds"] = round(time.monotonic() - began)
         last = client.send(Ask(999_999, 0))
-        client.close()
         outages = deployment.engine.outages, deployment.sidecar.outages
         evidence = Evidence(
             deployment.state,
@@ -95,6 +94,7 @@ def run(plan: Plan, say: Any = print) -> Result:
         judge(evidence, result)
         result.faults += deployment.faults()
     finally:
+        client.close()
         deployment.stop()
     return result
 

@@ -100,15 +100,15 @@ class _Recorder:
         return stamp
 
     def _around_rows(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def rows(rank: Any, req_ids: Any, tokens: Any, drafts: Any) -> Any:
+        def rows(rank: Any, req_ids: Any, lengths: Any, *rest: Any) -> Any:
             began = time.monotonic()
-            lambdas = stock(rank, req_ids, tokens, drafts)
+            votes = stock(rank, req_ids, lengths, *rest)
+            voting = {} if votes is None else dict(zip(votes.rows, votes.lambdas, strict=True))
             for row, name in enumerate(req_ids):
-                match = REQUEST_ID.search(name)
-                if match and tokens[name] > 1:
-                    used = None if lambdas is None else lambdas[row]
+                match, tokens = REQUEST_ID.search(name), int(lengths[row])
+                if match and tokens > 1:
                     times = began, time.monotonic()
-                    self._write("rank", *times, int(match[1]), 0, used, tokens[name])
-            return lambdas
+                    self._write("rank", *times, int(match[1]), 0, voting.get(row), tokens)
+            return votes
 
         return rows
