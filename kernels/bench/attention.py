@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -182,22 +183,33 @@ def _time(
                 cpus[contender.name].append(cpu)
     dense = group[0].name
     against = next((c.name for c in group if c.ours is None), None)
-    assert shape.tokens is not None
     return [
-        Cell(
+        _cell(
             problem,
-            shape.tokens,
-            c.name,
-            c.skip_rate,
-            statistics.median(walls[c.name]),
-            statistics.median(cpus[c.name]),
-            shape.flops / statistics.median(walls[c.name]) / 1e12,
-            _ratio(walls[c.name], walls[dense]),
-            _ratio(cpus[c.name], cpus[dense]),
-            None if against is None else _ratio(walls[c.name], walls[against]),
+            shape,
+            c,
+            (walls[c.name], cpus[c.name]),
+            over_dense=_ratio(walls[c.name], walls[dense]),
+            cpu_over_dense=_ratio(cpus[c.name], cpus[dense]),
+            over_peer=None if against is None else _ratio(walls[c.name], walls[against]),
         )
         for c in group
     ]
+
+
+def _cell(
+    problem: str,
+    shape: Shape,
+    c: Contender,
+    times: tuple[Sequence[float], Sequence[float]],
+    **ratios: Any,
+) -> Cell:
+    """times: wall and processor seconds of its runs; ratios: the other fields of a cell."""
+    assert shape.tokens is not None
+    wall, cpu = map(statistics.median, times)
+    return Cell(
+        problem, shape.tokens, c.name, c.skip_rate, wall, cpu, shape.flops / wall / 1e12, **ratios
+    )
 
 
 @dataclass(frozen=True)
@@ -225,21 +237,17 @@ def _time_beside(
         runs = [base, *[c, c, base] * plan.rounds]
         found[c.name] = _beside([stopwatch.time(contender.run) for contender in runs])
     dense = found[group[0].name]
-    assert shape.tokens is not None
     return [
-        Cell(
+        _cell(
             problem,
-            shape.tokens,
-            c.name,
-            c.skip_rate,
-            statistics.median(mine.walls),
-            statistics.median(mine.cpus),
-            shape.flops / statistics.median(mine.walls) / 1e12,
-            statistics.median(mine.over) / statistics.median(dense.over),
-            statistics.median(mine.cpu_over) / statistics.median(dense.cpu_over),
-            statistics.median(mine.over) if peers else None,
-            min(mine.over),
-            max(mine.over),
+            shape,
+            c,
+            (mine.walls, mine.cpus),
+            over_dense=statistics.median(mine.over) / statistics.median(dense.over),
+            cpu_over_dense=statistics.median(mine.cpu_over) / statistics.median(dense.cpu_over),
+            over_peer=statistics.median(mine.over) if peers else None,
+            least=min(mine.over),
+            most=max(mine.over),
         )
         for c in group
         for mine in [found[c.name]]
