@@ -41,9 +41,10 @@ class Config:
     pack: int = 1
 
     def cluster_for(self, heads_of_a_group: int) -> int:
-        """Two where it measured best: each thread block then issues half of the copies. One under a
-        block mask: heads may visit different blocks."""
-        shares = self.whole_rows and not self.block_mask
+        """Two where it measured best: each thread block then issues half of the copies. One with a
+        vote, where a thread block's skips would keep its neighbour waiting, and under a block mask:
+        heads may visit different blocks."""
+        shares = self.whole_rows and not (self.vote or self.block_mask)
         return 2 if shares and heads_of_a_group // self.pack % 2 == 0 else 1
 
     @property

@@ -47,6 +47,16 @@ def test_what_fits_is_not_refused(config: Config) -> None:
     assert config_reasons(config) == []
 
 
+@pytest.mark.parametrize(("page_size", "vote", "together"), [(16, False, 2), (32, False, 2),
+    (16, True, 1), (32, True, 1), (64, False, 1), (0, False, 1)])  # fmt: skip
+def test_heads_share_copies_where_it_measured_best(
+    page_size: int, vote: bool, together: int
+) -> None:
+    config = config_for("bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote)
+    assert config.cluster_for(4) == together
+    assert config.cluster_for(3) == replace(config, pack=4).cluster_for(4) == 1
+
+
 def test_every_reason_is_told() -> None:
     config = config_for("float32", 96, causal=True, page_size=48, vote=True, count=True)
     assert config_reasons(config) == [
@@ -206,7 +216,8 @@ def test_without_an_option_the_build_is_that_of_a_source_without_it(tmp_path: Pa
 @pytest.mark.slow
 def test_small_pages_take_one_copy_each(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
-    text = sass(tmp_path / "paged", "vote", 16, 2)
-    check_build(text, products=4)
-    # Of its 4 of 8 windows, keys and values: one copy each, or 4 where rows are missing.
-    assert text.count("UTMALDG.5D.MULTICAST") == 2 * 4 * (1 + 4)
+    for mode, cluster, copy in (("vote", 1, "UTMALDG.5D"), ("dense", 2, "UTMALDG.5D.MULTICAST")):
+        text = sass(tmp_path / mode, mode, 16, cluster)
+        check_build(text, products=4)
+        # Of its share of 8 windows, keys and values: one copy each, or 4 where rows are missing.
+        assert text.count(copy) == 2 * 8 // cluster * (1 + 4)
