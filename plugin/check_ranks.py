@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--requests", type=int, default=100, help="of each part (default: 100)")
     add("--answer-tokens", type=int, default=8, help="of each request of its own (default: 8)")
     add("--live-tokens", type=int, help="first tokens of prompts while changes are made")
-    add("--live-s", type=float, default=1e9, help="make no further change after these seconds")
+    add("--budget-s", type=float, default=1e9, help="make no further change after these seconds")
     add("--tokens", type=int, default=3000, help="of the longest prompt (default: 3000)")
     add("--prompts", type=Path, help="JSONL of `blasst ruler generate`, instead of random ids")
     add("--dtype", default="bfloat16")
@@ -106,9 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServerError as e:
         print(f"blasst: error: {e}", file=sys.stderr)
         return 3
-    finally:
-        if found.answers:  # also until an end that someone else set
-            args.out.write_text(json.dumps(asdict(found)))
     wrong = reasons(asdict(found))
     print("\n".join([summary(asdict(found)), *(f"WRONG {w}" for w in wrong)]), flush=True)
     return 1 if wrong else 0
@@ -123,16 +120,24 @@ def _serve(args: argparse.Namespace, found: Found) -> None:
         seen.mkdir()
         log = args.log or args.out.with_suffix(".log")
         started = time.monotonic()
-        try:
-            with served(args, state, log) as server:
-                found.start_s = time.monotonic() - started
+        with served(args, state, log) as server:
+            found.start_s = time.monotonic() - started
+            try:
                 server.call("/collective_rpc", {"method": "blasst_record", "args": [str(seen)]})
                 _each_its_own(server, state, prompts, found, args.answer_tokens)
+                _keep(args.out, seen, found)
                 live = [p[: args.live_tokens] for p in prompts]
-                _live_changes(server, state, live, found, time.monotonic() + args.live_s)
+                _live_changes(server, state, live, found, started + args.budget_s)
                 found.metrics = _metrics(server.text("/metrics"))
-        finally:
-            _read_records(seen, found)
+            finally:  # before the server's end, which someone else's limit may not wait for
+                _keep(args.out, seen, found)
+
+
+def _keep(out: Path, seen: Path, found: Found) -> None:
+    """What is known by now, once there is an answer."""
+    _read_records(seen, found)
+    if found.answers:
+        out.write_text(json.dumps(asdict(found)))
 
 
 def _each_its_own(
@@ -204,7 +209,8 @@ def _wait_for(condition: Any, clients: Sequence[Any]) -> None:
 def _read_records(folder: Path, found: Found) -> None:
     for path in sorted(folder.iterdir()):
         used = found.lambdas.setdefault(path.stem, {})
-        for line in map(json.loads, path.read_text().splitlines()):
+        whole, _, _ = path.read_text().rpartition("\n")  # a rank may be writing
+        for line in map(json.loads, whole.splitlines()):
             if "stamped" in line:
                 found.stamped[line["id"]] = line["stamped"]
             else:

@@ -6,7 +6,8 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,19 +166,37 @@ def test_unknown_faults_and_missing_models_are_bad_usage(
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_what_was_seen_is_written_when_someone_else_ends_it(
+def test_what_was_seen_is_written_before_the_server_ends(
     answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(args: Any, found: Any) -> None:
+    """Whoever ends the program may not wait for the server's end."""
+    out = tmp_path / "out.json"
+
+    @contextmanager
+    def served(args: Any, state: Path, log: Path) -> Iterator[Any]:
+        def call(path: str, body: Any) -> None:
+            line = json.dumps({"id": "own-0", "stamped": [0.5, 0]})
+            Path(body["args"][0], "0-0-7.jsonl").write_text(f'{line}\n{{"id": "ow')
+
+        try:
+            yield SimpleNamespace(call=call)
+        finally:
+            assert out.exists() == answered
+
+    def each(server: Any, state: Path, prompts: Any, found: Any, tokens: int) -> None:
         found.answers = [[1]] if answered else []
+
+    def ended(*given: Any) -> None:
         raise SystemExit(143)
 
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(check_ranks, "_serve", serve)
-    out = tmp_path / "out.json"
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    monkeypatch.setattr(check_ranks, "served", served)
+    monkeypatch.setattr(check_ranks, "_each_its_own", each)
+    monkeypatch.setattr(check_ranks, "_live_changes", ended)
     with pytest.raises(SystemExit):
         check_ranks.main(["serve", str(tmp_path), "--out", str(out)])
-    assert out.exists() == answered
+    if answered:
+        assert json.loads(out.read_text())["stamped"] == {"own-0": [0.5, 0]}
 
 
 @pytest.mark.vllm
