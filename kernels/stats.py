@@ -6,18 +6,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-_SLOTS = 8
-"""Copies under way at once. A step that votes takes milliseconds, a copy microseconds."""
+_SLOTS = 32
+"""Copies under way at once: more than an engine has steps in its queue, pipelines included."""
+
+_ABSENT = -1
+"""What each cell of a slot holds until its copy arrives, which is whole; counters are >= 0."""
 
 
 @dataclass
 class _Slot:
-    """One copy on the host. arrived holds `number` once all of tiles has, for it is copied last."""
+    """One copy on the host: all of `tiles` is there once none of it is _ABSENT. cells: the same
+    memory as a numpy array, which is filled in less time."""
 
     tiles: torch.Tensor
-    arrived: torch.Tensor
     number: int = 0
     note: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cells = self.tiles.numpy()
 
 
 class SkipCounters:
@@ -25,14 +31,10 @@ class SkipCounters:
 
     def __init__(self, num_layers: int, num_kv_heads: int, device: torch.device | str) -> None:
         self.tiles = torch.zeros(num_layers, num_kv_heads, 2, dtype=torch.int64, device=device)
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)
         self._started = 0
         pinned = self.tiles.is_cuda
         self._slots = [
-            _Slot(
-                torch.zeros(self.tiles.shape, dtype=torch.int64, pin_memory=pinned),
-                torch.zeros(1, dtype=torch.int64, pin_memory=pinned),
-            )
+            _Slot(torch.zeros(self.tiles.shape, dtype=torch.int64, pin_memory=pinned))
             for _ in range(_SLOTS)
         ]
 
@@ -43,25 +45,25 @@ class SkipCounters:
     def start_copy(self, note: dict[str, int]) -> None:
         """Begin a copy of the counters behind all work of the current stream, and return at once.
 
-        `note` is what `newest_copy` gives back with it.
+        `note` is what `newest_copy` gives back with it. It is one call of the device's.
         """
-        self._started += 1
-        slot = self._slots[self._started % _SLOTS]
-        slot.number, slot.note = self._started, note
+        number = self._started + 1
+        slot = self._slots[number % _SLOTS]
+        slot.number, slot.note = number, note  # whoever reads the older copy sees that it is gone
+        slot.cells.fill(_ABSENT)
         slot.tiles.copy_(self.tiles, non_blocking=True)
-        self._number.fill_(self._started)
-        slot.arrived.copy_(self._number, non_blocking=True)
+        self._started = number
 
     def newest_copy(self) -> tuple[int, torch.Tensor, dict[str, int]]:
         """(number, counters, note) of the newest copy that has arrived; number 0: none has.
 
         For another thread. It asks nothing of the device, so it disturbs no graph capture.
         """
-        for number in range(self._started, max(0, self._started - _SLOTS), -1):
+        newest = self._started
+        for number in range(newest, max(0, newest - _SLOTS), -1):
             slot = self._slots[number % _SLOTS]
-            note = slot.note
-            if int(slot.arrived) == number:
-                tiles = slot.tiles.clone()
-                if slot.number == number:  # else it was taken again while we read
-                    return number, tiles, note
+            note, tiles = slot.note, slot.tiles.clone()
+            # Another number: the slot was taken again while we read.
+            if int(tiles.min()) > _ABSENT and slot.number == number:
+                return number, tiles, note
         return 0, torch.zeros(self.tiles.shape, dtype=torch.int64), {}

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from blasst.plugin.metadata import Part, sub_batch
+from blasst.plugin.metadata import Rest, sub_batch
 from blasst.plugin.voting import VotingBuilder, VotingImpl
 
 
@@ -36,7 +36,7 @@ class BlasstCPUBuilder(VotingBuilder, CPUAttentionMetadataBuilder):
         def build_stock(common: Any) -> Any:
             return super(BlasstCPUBuilder, self).build(common_prefix_len, common, *args, **kw)
 
-        def narrow(part: Part, fields: dict[str, Any]) -> Any:
+        def narrow(part: Rest, fields: dict[str, Any]) -> Any:
             # vLLM's schedule of a batch is no sum of schedules of its parts.
             return build_stock(sub_batch(common_attn_metadata, part, fields))
 

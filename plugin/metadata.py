@@ -8,8 +8,8 @@ is kept, and nothing is done for each row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +23,14 @@ Index = slice | torch.Tensor
 Ends = np.ndarray[Any, np.dtype[np.int32]]
 WHOLE = slice(None)
 KEPT = 1024
-"""Layouts of batches that are remembered: those of one prompt's chunks among so many decodes."""
-
+"""Layouts of batches that are remembered: one for each number of decodes before what votes."""
 
 FEW = 64
 """Rows of a batch that do not fill a GPU by themselves."""
 
 
-@dataclass(frozen=True)
-class Votes:
+# What is made in every step is a tuple: a frozen dataclass takes many times as long to make.
+class Votes(NamedTuple):
     """Rows of a batch of `count` that vote, ascending; the tokens and the lambda of each.
 
     others: tokens of all rows, int32 as bytes; None when each of the other rows has one.
@@ -45,7 +44,11 @@ class Votes:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """Two batches of the same layout have the same tokens in the same rows."""
+        """Two batches of the same layout have the rows that vote, and all other tokens, in the
+        same places. Behind decodes alone (vLLM's newer runner) any number of tokens may vote."""
+        first = self.rows[0]
+        if self.others is None and first + len(self.rows) == self.count:
+            return first, self.count
         return self.count, self.rows, self.lengths, self.others
 
 
@@ -54,23 +57,12 @@ class Part:
     """Some rows of a batch: slices when they are neighbours, else index tensors.
 
     rows, tokens: on the batch's device; host_rows: the same for arrays on the CPU. tokens is WHOLE
-    where the kernel finds the rows among the others. ends: int32 [rows + 1], on the host: their
-    first query rows in what `take` gives, and the end of the last.
+    where the kernel finds the rows among the others.
     """
 
     rows: Index
     host_rows: Any
     tokens: Index
-    ends: Ends
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.ends[-1] - self.ends[0])
-
-    @property
-    def own_tokens(self) -> Index:
-        """Where its tokens are: WHOLE stands, of vLLM's rows, for those at the beginning."""
-        return slice(0, self.num_tokens) if self.tokens is WHOLE else self.tokens
 
     def take(self, t: torch.Tensor) -> torch.Tensor:
         """The part's query rows: a view when they are neighbours."""
@@ -83,29 +75,37 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rest:
-    """Up to two parts of a batch are vLLM's. fields: of vLLM's metadata, by name, what does not
-    change while the layout stays and the runner's tensors stay in their places."""
+class Rest(Part):
+    """Up to two parts of a batch are vLLM's. ends: int32 [rows + 1], on the host: their first query
+    rows in what `take` gives, and the end of the last. known: of vLLM's metadata, by name, what
+    does not change while the layout stays and the runner's tensors stay in their places."""
 
-    part: Part
-    fields: dict[str, Any]
+    ends: Ends
+    known: dict[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1] - self.ends[0])
+
+    @property
+    def own_tokens(self) -> Index:
+        """Where its tokens are: WHOLE stands for those at the beginning."""
+        return slice(0, self.num_tokens) if self.tokens is WHOLE else self.tokens
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where rows lie. ends: of the rows that vote, as Part.ends. page_table and seqlens_k, views,
-    are None where rows must be gathered in each step."""
+class Layout(NamedTuple):
+    """Where rows lie. begin: first query row of those that vote, one behind the other.
+    cu_seqlens_q, page_table and seqlens_k, views, are None where rows must be gathered."""
 
     chosen: Part
-    ends: tuple[int, ...]
+    begin: int
     cu_seqlens_q: torch.Tensor
     page_table: torch.Tensor | None
     seqlens_k: torch.Tensor | None
     others: tuple[Rest, ...]
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """part, cu_seqlens_q, page_table, seqlens_k, batch, skip_lambda: of the rows that vote, as
     Plan.run takes them. stock: the others, each part with vLLM's own metadata for it alone."""
 
@@ -115,7 +115,7 @@ class Split:
     seqlens_k: torch.Tensor
     batch: Batch
     skip_lambda: torch.Tensor
-    stock: tuple[tuple[Part, Any], ...]
+    stock: tuple[tuple[Rest, Any], ...]
 
     def with_block_table(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Split:
         """The same rows over another cache group's pages."""
@@ -133,7 +133,7 @@ class Split:
             for part, metadata in self.stock
         ]
         page_table = _pick(block_table, self.part.rows)
-        return replace(self, page_table=page_table, stock=tuple(stock))
+        return self._replace(page_table=page_table, stock=tuple(stock))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class LayerVote:
     counters: torch.Tensor
 
 
-Narrow = Callable[[Part, dict[str, Any]], Any]
+Narrow = Callable[[Rest, dict[str, Any]], Any]
 """vLLM's metadata for a part alone, given these of its fields: num_actual_tokens, max_query_len,
 max_seq_len, and query_start_loc, seq_lens, block_table, slot_mapping on the device."""
 
@@ -188,90 +188,111 @@ class Splitter:
         # A view keeps its storage, so what is found at its address is the same tensor.
         if places != self._places or len(self._layouts) == KEPT:
             self._places, self._layouts = places, {}
-        layout = self._layouts.get(votes.layout)
+        key = votes.layout
+        layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[votes.layout] = self._lay_out(common, votes)
+            layout = self._layouts[key] = self._lay_out(common, votes)
+        chosen, begin, cu_seqlens_q, page_table, seqlens_k, others = layout
         keys = getattr(common, self._host_keys).numpy()
-        chosen = layout.chosen
-        page_table, seqlens_k = layout.page_table, layout.seqlens_k
         skip_lambda, log2_lambda = self._lambdas.load(votes.lambdas)
+        stock = [(rest, narrow(rest, self._fields(common, rest, keys))) for rest in others]
         return Split(
             chosen,
-            layout.cu_seqlens_q,
+            cu_seqlens_q,
             _pick(table, chosen.rows) if page_table is None else page_table,
             _pick(seq_lens, chosen.rows) if seqlens_k is None else seqlens_k,
-            _batch(layout.ends, keys[chosen.host_rows].tolist(), log2_lambda),
+            _batch(begin, votes, keys, log2_lambda),
             skip_lambda,
-            tuple([self._stock(common, rest, keys, narrow) for rest in layout.others]),
+            tuple(stock),
         )
 
-    def _stock(
-        self, common: Any, rest: Rest, keys: np.ndarray[Any, Any], narrow: Narrow
-    ) -> tuple[Part, Any]:
-        part = rest.part
+    def _fields(self, common: Any, rest: Rest, keys: np.ndarray[Any, Any]) -> dict[str, Any]:
         longest = common.max_seq_len  # a bound, by which FlashAttention splits keys of few rows
-        if len(part.ends) <= FEW:
-            longest = int(np.maximum.reduce(keys[part.host_rows]))
-        fields = {**rest.fields, "max_seq_len": longest}
-        if not isinstance(part.rows, slice):
-            fields["seq_lens"] = _pick(common.seq_lens, part.rows)
-            fields["block_table"] = _pick(common.block_table_tensor, part.rows)
-            fields["slot_mapping"] = _pick(common.slot_mapping, part.tokens)
-        return part, narrow(part, fields)
+        if len(rest.ends) <= FEW:
+            longest = int(np.maximum.reduce(keys[rest.host_rows]))
+        fields = {**rest.known, "max_seq_len": longest}
+        if not isinstance(rest.rows, slice):
+            fields["seq_lens"] = _pick(common.seq_lens, rest.rows)
+            fields["block_table"] = _pick(common.block_table_tensor, rest.rows)
+            fields["slot_mapping"] = _pick(common.slot_mapping, rest.tokens)
+        return fields
 
     def _lay_out(self, common: Any, votes: Votes) -> Layout:
         starts: Ends = common.query_start_loc_cpu.numpy()
         first, end = votes.rows[0], votes.rows[-1] + 1
         if end - first == len(votes.rows):
             rows = slice(first, end)
-            chosen = Part(rows, rows, WHOLE, starts[first : end + 1].copy())
-            cu_seqlens_q = common.query_start_loc[first : end + 1]
             views = common.block_table_tensor[rows], common.seq_lens[rows]
-            others = _around(first, end, votes.count, starts)
-        else:
-            device = common.query_start_loc.device
-            voting = np.array(votes.rows)
-            chosen = _gathered(voting, starts, device)
-            cu_seqlens_q = to_device(torch.from_numpy(chosen.ends), device)
-            views = None, None
-            rest = _gathered(np.delete(np.arange(votes.count), voting), starts, device)
-            others = (rest,) if rest.num_tokens else ()
-        rests = tuple(Rest(part, self._fields(common, part)) for part in others)
-        return Layout(chosen, tuple(chosen.ends.tolist()), cu_seqlens_q, *views, rests)
+            others = self._around(common, first, end, votes.count, starts)
+            return Layout(
+                Part(rows, rows, WHOLE),
+                int(starts[first]),
+                common.query_start_loc[first : end + 1],
+                *views,
+                others,
+            )
+        device = common.query_start_loc.device
+        voting = np.array(votes.rows)
+        *places, ends = _gathered(voting, starts, device)
+        *other_places, other_ends = _gathered(
+            np.delete(np.arange(votes.count), voting), starts, device
+        )
+        others = (self._rest(common, *other_places, other_ends),) if other_ends[-1] else ()
+        cu_seqlens_q = to_device(torch.from_numpy(ends), device)
+        return Layout(Part(*places), 0, cu_seqlens_q, None, None, others)
 
-    def _fields(self, common: Any, part: Part) -> dict[str, Any]:
-        rows, count = part.rows, len(part.ends) - 1
-        longest = int(np.diff(part.ends).max())
+    def _around(
+        self, common: Any, first: int, end: int, count: int, starts: Ends
+    ) -> tuple[Rest, ...]:
+        """The rows before and behind neighbours, where they have tokens. vLLM finds the former by
+        itself, for they begin where the batch does."""
+        begin, stop, total = int(starts[first]), int(starts[end]), int(starts[count])
+        parts = []
+        if begin > 0:
+            rows = slice(0, first)
+            parts.append(self._rest(common, rows, rows, WHOLE, starts[: first + 1].copy()))
+        if total > stop:
+            rows, ends = slice(end, count), starts[end : count + 1] - stop
+            parts.append(self._rest(common, rows, rows, slice(stop, total), ends))
+        return tuple(parts)
+
+    def _rest(self, common: Any, rows: Index, host_rows: Any, tokens: Index, ends: Ends) -> Rest:
+        part = Rest(rows, host_rows, tokens, ends, {})
+        count, longest = len(ends) - 1, int(np.diff(ends).max())
         if isinstance(rows, slice) and rows.start == 0:
             cu_seqlens_q = common.query_start_loc[: count + 1]
         elif longest == 1 and part.num_tokens == count:
             cu_seqlens_q = self._arange[: count + 1]
         else:
-            cu_seqlens_q = to_device(torch.from_numpy(part.ends), common.query_start_loc.device)
-        known = {
-            "num_actual_tokens": part.num_tokens,
-            "max_query_len": longest,
-            "query_start_loc": cu_seqlens_q,
-        }
+            cu_seqlens_q = to_device(torch.from_numpy(ends), common.query_start_loc.device)
+        part.known.update(
+            num_actual_tokens=part.num_tokens, max_query_len=longest, query_start_loc=cu_seqlens_q
+        )
         if isinstance(rows, slice):
-            known["seq_lens"] = common.seq_lens[rows]
-            known["block_table"] = common.block_table_tensor[rows]
-            known["slot_mapping"] = common.slot_mapping[part.own_tokens]
-        return known
+            part.known.update(
+                seq_lens=common.seq_lens[rows],
+                block_table=common.block_table_tensor[rows],
+                slot_mapping=common.slot_mapping[part.own_tokens],
+            )
+        return part
 
 
-def _batch(ends: tuple[int, ...], keys: list[int], log2_lambda: tuple[float, ...]) -> Batch:
+def _batch(
+    begin: int, votes: Votes, keys: np.ndarray[Any, Any], log2_lambda: tuple[float, ...]
+) -> Batch:
     """As check_batch, which says what is wrong."""
     requests = []
-    for i, seqlen_k in enumerate(keys):
-        request = Request(i, ends[i], ends[i + 1] - ends[i], seqlen_k)
-        if not 0 <= request.seqlen_q <= seqlen_k:
-            return check_batch(ends, keys, None)
-        requests.append(request)
+    for row, length in zip(votes.rows, votes.lengths, strict=True):
+        seqlen_k = keys.item(row)
+        if not 0 <= length <= seqlen_k:
+            ends = np.cumsum([0, *votes.lengths]).tolist()
+            return check_batch(ends, keys[list(votes.rows)].tolist(), None)
+        requests.append(Request(len(requests), begin, length, seqlen_k))
+        begin += length
     return Batch(tuple(requests), log2_lambda)
 
 
-def sub_batch(common: Any, part: Part, fields: dict[str, Any]) -> Any:
+def sub_batch(common: Any, part: Rest, fields: dict[str, Any]) -> Any:
     """vLLM's common metadata for some rows of a batch alone, for builders that need one."""
     known = dict(fields)
     known["block_table_tensor"] = known.pop("block_table")
@@ -280,29 +301,16 @@ def sub_batch(common: Any, part: Part, fields: dict[str, Any]) -> Any:
     return narrowed(common, known | row_fields(common, part.rows, part.host_rows))
 
 
-def _around(first: int, end: int, count: int, starts: Ends) -> tuple[Part, ...]:
-    """The rows before and behind neighbours, where they have tokens. vLLM finds the former by
-    itself, for they begin where the batch does."""
-    begin, stop, total = int(starts[first]), int(starts[end]), int(starts[count])
-    parts = []
-    if begin > 0:
-        rows = slice(0, first)
-        parts.append(Part(rows, rows, WHOLE, starts[: first + 1].copy()))
-    if total > stop:
-        rows = slice(end, count)
-        parts.append(Part(rows, rows, slice(stop, total), starts[end : count + 1] - stop))
-    return tuple(parts)
-
-
 def _gathered(
     rows: np.ndarray[Any, np.dtype[np.int64]], starts: Ends, device: torch.device
-) -> Part:
+) -> tuple[Index, Any, Index, Ends]:
+    """rows, host_rows, tokens and ends of rows that others stand between."""
     lengths = starts[rows + 1] - starts[rows]
     ends = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])
     tokens = np.repeat(starts[rows] - ends[:-1], lengths) + np.arange(ends[-1])
     there = to_device(torch.from_numpy(np.concatenate([tokens, rows])), device)
-    return Part(there[len(tokens) :], rows, there[: len(tokens)], ends)
+    return there[len(tokens) :], rows, there[: len(tokens)], ends
 
 
 def _pick(t: torch.Tensor, index: Index) -> torch.Tensor:

@@ -50,17 +50,32 @@ def test_layers_are_views_at_a_stable_address() -> None:
 
 
 def test_a_copy_that_has_not_arrived_is_not_shown() -> None:
-    counters = SkipCounters(1, 1, "cpu")
-    for step in range(1, 30):
+    counters = SkipCounters(2, 1, "cpu")
+    for step in range(1, 90):
         counters.layer(0).add_(1)
         counters.start_copy({"step": step})
-    assert counters.newest_copy()[0] == 29
-    for number in (29, 28):
-        counters._slots[number % 8].arrived.fill_(number - 8)  # still what came before
+    assert counters.newest_copy()[0] == 89
+    count = len(counters._slots)
+    counters._slots[89 % count].tiles.fill_(-1)  # nothing of it
+    counters._slots[88 % count].tiles[1, 0, 1] = -1  # all but a last cell
     number, tiles, note = counters.newest_copy()
-    assert (number, note, tiles.tolist()) == (27, {"step": 27}, [[[27, 27]]])
+    assert (number, note, tiles[0].tolist()) == (87, {"step": 87}, [[87, 87]])
     for slot in counters._slots:
-        slot.arrived.zero_()
+        slot.tiles.fill_(-1)
+    assert counters.newest_copy()[0] == 0
+
+
+def test_a_slot_that_is_taken_again_is_not_the_older_copy() -> None:
+    counters = SkipCounters(1, 1, "cpu")
+    count = len(counters._slots)
+    for step in range(1, count + 1):
+        counters.layer(0).add_(1)
+        counters.start_copy({"step": step})
+    # A newer copy has begun in the slot of the first, and nothing has arrived of the others.
+    for slot in counters._slots[2:] + counters._slots[:1]:
+        slot.tiles.fill_(-1)
+    assert counters.newest_copy()[0] == 1
+    counters._slots[1].number = count + 1
     assert counters.newest_copy()[0] == 0
 
 
@@ -72,9 +87,11 @@ def test_gpu_copies_lag_but_never_wait() -> None:
     counters.layer(0).add_(4)
     counters.start_copy({})
     assert counters.newest_copy()[0] == 0
+    for _ in range(3):
+        counters.start_copy({})
     torch.cuda.synchronize()
     number, tiles, _ = counters.newest_copy()
-    assert (number, tiles[0].sum()) == (1, 16)
+    assert (number, tiles[0].sum()) == (4, 16)
 
 
 BLOCKED = """

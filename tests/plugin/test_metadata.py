@@ -101,7 +101,7 @@ def divide(common: Common, lambdas: Sequence[float | None], splitter: Any = None
 def test_rows_that_others_stand_between_are_copied_out(device: str) -> None:
     done = divide(batch(device), [0.5, None, None, None, 0.0])
     ((rest, common),) = done.stock
-    assert done.part.ends.tolist() == [0, 3, 7]
+    assert [r.seqlen_q for r in done.batch.requests] == [3, 4]
     assert [r.seqlen_k for r in done.batch.requests] == [30, 40]
     assert [r.q_start for r in done.batch.requests] == [0, 3]
     assert done.batch.log2_lambda == (-1.0, -float("inf"))
@@ -143,7 +143,6 @@ def test_neighbours_are_views(device: str, lambdas: list[float | None], rows: li
     voting = [r for r, v in enumerate(lambdas) if v is not None]
     # The kernel gets the whole batch and finds its rows by their absolute places.
     assert done.part.take(common.slot_mapping) is common.slot_mapping
-    assert done.part.ends.tolist() == STARTS[voting[0] : voting[-1] + 2]
     assert [r.q_start for r in done.batch.requests] == [STARTS[r] for r in voting]
     assert [part.rows for part, _ in done.stock] == rows
     for part, sub in done.stock:
@@ -161,7 +160,7 @@ def test_neighbours_are_views(device: str, lambdas: list[float | None], rows: li
             assert sub.query_start_loc.tolist() == sub.query_start_loc_cpu.tolist()
             assert sub.seq_lens.tolist() == common.seq_lens[part.rows].tolist()
     if device == "cpu":
-        assert done.cu_seqlens_q.tolist() == done.part.ends.tolist()
+        assert done.cu_seqlens_q.tolist() == STARTS[voting[0] : voting[-1] + 2]
         assert done.page_table.data_ptr() == common.block_table_tensor[voting[0]].data_ptr()
         other = done.with_block_table(common.block_table_tensor + 50, common.slot_mapping + 50)
         assert other.page_table[0].tolist() == [2 * voting[0] + 50, 2 * voting[0] + 51]
@@ -182,7 +181,7 @@ def test_other_rows_without_tokens_are_no_stock_batch() -> None:
     common = batch(query_start_loc_cpu=starts, query_start_loc=starts, num_reqs=3)
     done = divide(common, [0.5, None, 0.5])
     assert done.stock == ()
-    assert done.part.num_tokens == 8
+    assert done.part.take(torch.arange(8)).tolist() == list(range(8))
 
 
 def test_a_lambda_keeps_its_digits_on_the_host() -> None:
@@ -241,12 +240,12 @@ def test_split_computes_what_one_call_would() -> None:
             done = divide(stays, lambdas, splitter)
             check(done, stays, voting)
             output.zero_()
-            for rows, factor in ((done.part, 2.0), *((part, 3.0) for part, _ in done.stock)):
+            ours = done.cu_seqlens_q.tolist()
+            stock = [(part, (part.ends - part.ends[0]).tolist(), 3.0) for part, _ in done.stock]
+            for rows, mine, factor in ((done.part, ours, 2.0), *stock):
                 taken, out = rows.take(query), rows.take(output)
-                first = 0 if isinstance(rows.tokens, torch.Tensor) else int(rows.ends[0])
-                for a, b in itertools.pairwise(rows.ends.tolist()):
-                    shift = 0 if rows is done.part else first
-                    out[a - shift : b - shift] = taken[a - shift : b - shift] * factor
+                for a, b in itertools.pairwise(mine):
+                    out[a:b] = taken[a:b] * factor
                 rows.put(output, out)
             want = query * 3.0
             for r in voting:
