@@ -129,7 +129,15 @@ def _judge_length(results: Results, point: Point, length: int, margin: float) ->
         low, high = 100 * mean.bounds.low, 100 * mean.bounds.high
     dense = statistics.fmean(t.dense for t in tasks) if tasks else math.nan
     missing = [task for task in results.tasks if task not in {t.task for t in tasks}]
-    outcome, reason = _decide(low, high, margin, dense=dense, pairs=pairs, missing=missing)
+    outcome, reason = _decide(
+        low,
+        high,
+        margin,
+        dense=dense,
+        tasks=tasks,
+        missing=missing,
+        idle=_idle(results, point, found),
+    )
     return LengthVerdict(
         threshold=name_of(point),
         length=length,
@@ -149,24 +157,51 @@ def _judge_length(results: Results, point: Point, length: int, margin: float) ->
 
 
 def _decide(
-    low: float, high: float, margin: float, *, dense: float, pairs: int, missing: list[str]
+    low: float,
+    high: float,
+    margin: float,
+    *,
+    dense: float,
+    tasks: Sequence[TaskDifference],
+    missing: list[str],
+    idle: str,
 ) -> tuple[Outcome, str]:
-    if not pairs:
+    if not tasks:
         return "INCONCLUSIVE", "no sample is measured both dense and under this threshold"
     if high < -margin:
         return "NO-GO", f"worse by more than {margin:g} points (95% sure)"
     if missing:
         return "INCONCLUSIVE", f"not measured: {', '.join(missing)}"
-    needed = fewest_pairs(margin / 100)
-    if pairs < needed:
+    if idle:
+        return "INCONCLUSIVE", idle
+    needed, least = fewest_pairs(margin / 100), min(tasks, key=lambda t: t.pairs)
+    if least.pairs * len(tasks) < needed:
+        pairs = sum(t.pairs for t in tasks)
+        few = f", but {least.pairs} of {least.task}" if least.pairs * len(tasks) < pairs else ""
         return "INCONCLUSIVE", (
-            f"{pairs} pairs; under {needed}, no change at all would not exclude {margin:g} points"
+            f"{pairs} pairs{few}; under {needed}, evenly over the tasks, no change at all would "
+            f"not exclude {margin:g} points"
         )
     if dense < _DENSE_FLOOR:
         return "INCONCLUSIVE", f"dense scores {dense:.1f}: nothing can be lost, read the NLL"
     if low > -margin:
         return "GO", f"at most {max(0.0, -low):.2f} points worse (95% sure)"
     return "INCONCLUSIVE", f"a loss of {margin:g} points is neither excluded nor shown"
+
+
+def _idle(
+    results: Results, point: Point, found: Sequence[tuple[str, list[tuple[Record, Record]]]]
+) -> str:
+    """In words, if the threshold was not in force for some prompts: they say nothing about it."""
+    floor = results.plan["server"].get("min_context") or 0
+    votes = [vote for _, both in found for _, vote in both]
+    short = sum(vote["prompt_tokens"] < floor for vote in votes)
+    if point is None or not short:
+        return ""
+    return (
+        f"{short} of {len(votes)} prompts are below min_context {floor} and ran dense; measure "
+        "again with a smaller --min-context"
+    )
 
 
 def _pairs(

@@ -25,10 +25,13 @@ def results(
     *,
     dense: float = 0.9,
     tasks: Sequence[str] = TASKS,
+    last: int | None = None,
+    min_context: int = 512,
 ) -> Results:
-    """`count` samples a task; under MAG 1000 each becomes worse or better so often."""
+    """`count` samples a task (`last` of the last one); under MAG 1000 each becomes worse or better
+    so often."""
     rng = random.Random(11)
-    server: dict[str, Any] = {"model": "m"}
+    server: dict[str, Any] = {"model": "m", "min_context": min_context}
     plan = {
         "kind": "plan",
         "fingerprint": "f",
@@ -40,7 +43,7 @@ def results(
     }
     records: list[dict[str, Any]] = [plan]
     for task in tasks:
-        for index in range(count):
+        for index in range(count if last is None or task != tasks[-1] else last):
             before = float(rng.random() < dense)
             draw = rng.random()
             after = 0.0 if draw < worse else 1.0 if draw > 1 - better else before
@@ -100,6 +103,23 @@ def test_a_missing_task_prevents_go_but_not_no_go() -> None:
     assert (verdict.outcome, verdict.reason) == ("INCONCLUSIVE", "not measured: fwe")
     (verdict,) = judge(results(500, 0.5, tasks=TASKS[:3]))
     assert verdict.outcome == "NO-GO"
+
+
+def test_a_task_that_was_hardly_measured_prevents_go() -> None:
+    (verdict,) = judge(results(500, 0.0, last=8))
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert verdict.reason.startswith("1508 pairs, but 8 of fwe; under 299")
+    assert judge(results(500, 0.0, last=75))[0].outcome == "GO"
+    assert judge(results(500, 0.5, last=8))[0].outcome == "NO-GO"
+
+
+def test_a_threshold_that_was_not_in_force_is_no_go() -> None:
+    (verdict,) = judge(results(500, 0.0, min_context=4001))
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert "2000 of 2000 prompts are below min_context 4001 and ran dense" in verdict.reason
+    assert judge(results(500, 0.0, min_context=4000))[0].outcome == "GO"
+    (dense,) = judge(results(500, 0.0, min_context=4001), [None])
+    assert dense.outcome == "GO"
 
 
 def test_nothing_measured_is_inconclusive_and_has_no_nan_in_json() -> None:
