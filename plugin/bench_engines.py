@@ -178,3 +178,35 @@ def make_engine(
         attention_backend=backend,
         **given,
     )
+
+
+def share_weights(engine: Any, other: Any) -> None:
+    """`other`, an eager engine of this process with the same model, gives up its weights for
+    those of `engine`."""
+    mine: dict[str, Any] = {}
+    engine.apply_model(lambda model: mine.update(model.named_parameters()))
+
+    def take(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.data = mine[name].data
+
+    other.apply_model(take)
+
+
+def limit_steps(engine: Any, tokens: int) -> None:
+    """Steps of an engine of this process have at most so many tokens from now on; no more than it
+    was made for."""
+    engine.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = tokens
+
+
+def tiles(engine: Any) -> tuple[int, int]:
+    """(visited, skipped) since the start of an engine of this process, from where the kernel
+    counts: unlike the statistics page that is at once, and the device does not fall idle."""
+
+    def count(model: Any) -> tuple[int, int]:
+        votes = (getattr(getattr(m, "impl", None), "blasst", None) for m in model.modules())
+        sums = [vote.counters.sum(0).tolist() for vote in votes if vote is not None]
+        return sum(s[0] for s in sums), sum(s[1] for s in sums)
+
+    found: tuple[int, int] = engine.apply_model(count)[0]
+    return found

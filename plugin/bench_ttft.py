@@ -1,80 +1,80 @@
 """Time to first token on a GPU: vLLM's stock backend against ours at chosen skip rates.
 
     python -P -m blasst.plugin.bench_ttft --lengths 16384,65536 --out FOLDER
-Two engines of one process take turns, on dummy weights of a Llama-3.1-8B shape; `dial` shapes their
-keys. Writes ttft.json, ttft.md and ttft.svg after every size.
+Engines of one process take turns, on dummy weights of a Llama-3.1-8B shape; `dial` shapes their
+keys. Writes ttft.json, ttft.md and ttft.svg after every round.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from blasst.kernels.exchange.layout import RANK
-from blasst.kernels.exchange.stats import iter_stats
 from blasst.plugin.bench_engines import (
     ENVIRONMENT,
-    STATS_INTERVAL_S,
+    limit_steps,
     make_engine,
+    share_weights,
     stock_backend,
+    tiles,
     too_large_for_cpu,
     wait_for,
     write_llama,
 )
 from blasst.plugin.bench_plot import svg
+from blasst.plugin.bench_table import LARGE_CHUNKS, STOCK, Cell, cells_of, markdown
 
 REHEARSAL = 8
 """Fewer layers than these are narrow ones, for a machine without a GPU."""
+LARGE = "large"
+PRIMER = 8192
+"""Tokens of the prompt that brings an idle chip to the power that it has while it works."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """name: as in the table; engine: stock or ours; rate: what is dialled; vote: a lambda is
-    asked for; dense: our kernel built without a vote, which no request can ask for."""
+    """key: as in --who; name: as in the table; engine: stock or ours; rate: what is dialled; vote:
+    a lambda is asked for; dense: our kernel built without a vote, which no request can ask for;
+    large: steps of --large tokens, in place of --chunk."""
 
+    key: str
     name: str
     engine: str
     rate: float = 0.0
     vote: bool = False
     dense: bool = False
+    large: bool = False
 
 
-@dataclass
-class Cell:
-    """One line of the table. ttft_s: of the last of `batch` prompts; medians over the rounds.
-    mean_ttft_s: of all of the batch, whose prompts came at once."""
-
-    tokens: int
-    batch: int
-    contender: str
-    ttft_s: float
-    over_stock: float
-    skip_rate: float | None
-    times_s: list[float]
-    mean_ttft_s: float
-    mean_over_stock: float
+FIXED = (
+    Contender(STOCK, STOCK, "stock"),
+    Contender("again", "stock again", "stock"),
+    Contender("off", "ours, no threshold", "ours"),
+    Contender("dense", "ours, dense kernel", "ours", vote=True, dense=True),
+)
 
 
 @dataclass(frozen=True)
 class Size:
-    """So many prompts of so many tokens at once, in so many timed rounds. names: of the contenders
-    besides stock; None: all of them."""
+    """So many prompts of so many tokens at once, in so many timed rounds. who: besides stock; page:
+    tokens of a cache page; None: vLLM's default."""
 
     tokens: int
     batch: int
     rounds: int
-    names: tuple[str, ...] | None = None
+    who: tuple[Contender, ...]
+    page: int | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,28 +85,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--lengths", default="4096,16384,65536", help="prompt tokens, comma separated")
     add("--batches", default="1", help="prompts at once, comma separated")
-    add("--rates", default="0,0.5,0.75,0.85,0.95", help="skip rates to dial")
+    add(
+        "--who",
+        default="off+dense+0+0.5+0.75+0.85+0.95",
+        help="contenders besides stock, joined by +: off (no threshold), dense (our kernel without "
+        "a vote), again (stock a second time), a skip rate, and any of the last or stock after "
+        "'large', such as largestock or large0.85: with steps of --large tokens",
+    )
     add("--rounds", type=int, default=3, help="timed rounds (default: 3)")
     add(
         "--more",
         default="",
-        metavar="TOKENS:BATCH:ROUNDS[:RATES]",
-        help="further sizes, comma separated, after the others; RATES: only these, such as 0+0.85",
+        metavar="TOKENS:BATCH:ROUNDS[:WHO[:PAGE]]",
+        help="further sizes, comma separated, after the others; one that was there before gets "
+        "more rounds; WHO as in --who, which an empty one means",
     )
-    add("--block-size", type=int, default=None, help="tokens of a cache page (default: vLLM's)")
+    add("--page", type=int, default=None, help="tokens of a cache page (default: vLLM's)")
     add("--chunk", type=int, default=8192, help="most tokens of a step (default: 8192)")
+    add("--large", type=int, default=65536, help="of those that ask for it (default: 65536)")
     add("--layers", type=int, default=32)
     add("--heads", default="32,8,128", help="q heads, kv heads, head_dim (default: 32,8,128)")
     add("--dtype", default="bfloat16")
-    add("--budget-s", type=float, default=1e9, help="begin no round after this many seconds")
-    add("--no-dense", action="store_true", help="leave out our kernel without a vote")
+    add("--budget-s", type=float, default=1e9, help="begin nothing that would end later than this")
     add("--wait-for", type=Path, help="once ready, begin when this file exists (at most 300 s)")
-    add("--out", type=Path, required=True, help="folder for ttft.json and ttft.md")
+    add("--out", type=Path, required=True, help="folder for ttft.json, ttft.md and ttft.svg")
     args = parser.parse_args(argv)
     try:
         args.sizes = sizes(args)
     except ValueError as e:
-        parser.error(f"--lengths, --batches or --more: {e}")
+        parser.error(f"--lengths, --batches, --who or --more: {e}")
     reason = too_large_for_cpu(args.layers)
     if reason is not None:
         parser.error(reason)
@@ -118,6 +125,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def sizes(args: argparse.Namespace) -> list[Size]:
+    """What is timed, in order. Raises ValueError."""
+    everyone = _who(args.who)
+    found = [
+        Size(int(n), int(b), args.rounds, everyone, args.page)
+        for n in args.lengths.split(",")
+        for b in args.batches.split(",")
+        if n
+    ]
+    for entry in filter(None, args.more.split(",")):
+        numbers, rest = entry.split(":")[:3], entry.split(":")[3:]
+        if len(numbers) != 3 or len(rest) > 2:
+            raise ValueError(f"{entry} is not TOKENS:BATCH:ROUNDS[:WHO[:PAGE]]")
+        tokens, batch, rounds = map(int, numbers)
+        who = _who(rest[0]) if rest and rest[0] else everyone
+        page = int(rest[1]) if len(rest) == 2 else args.page
+        found.append(Size(tokens, batch, rounds, who, page))
+    if not found:
+        raise ValueError("nothing is to be timed")
+    if min(min(s.tokens, s.batch, s.rounds) for s in found) < 1:
+        raise ValueError("every number must be 1 or more")
+    return found
+
+
+def _who(keys: str) -> tuple[Contender, ...]:
+    return tuple(contender(key) for key in keys.split("+"))
+
+
+def contender(key: str) -> Contender:
+    """By its key in --who. Raises ValueError."""
+    if key.startswith(LARGE):
+        small = contender(key.removeprefix(LARGE))
+        return replace(small, key=key, name=small.name + LARGE_CHUNKS, large=True)
+    for known in FIXED:
+        if key == known.key:
+            return known
+    try:
+        rate = float(key)
+    except ValueError:
+        raise ValueError(f"{key} is neither {', '.join(c.key for c in FIXED)} nor a rate") from None
+    if not 0 <= rate < 1:
+        raise ValueError(f"the skip rate {key} is not in 0..1")
+    return Contender(key, f"ours, skip {rate:.0%}", "ours", rate, vote=True)
+
+
 def _run(args: argparse.Namespace, folder: Path) -> None:
     import torch
 
@@ -125,141 +177,145 @@ def _run(args: argparse.Namespace, folder: Path) -> None:
     from blasst.plugin.dial import Dial
 
     started = time.monotonic()
-    lengths = [size.tokens for size in args.sizes]
     heads = tuple(int(x) for x in args.heads.split(","))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engines = _engines(args, folder)
-    report: dict[str, Any] = {
-        "where": _where(args),
-        "start_s": time.monotonic() - started,
-        "cells": [],
-    }
-    dtype = getattr(torch, args.dtype)
-    dial = Dial((heads[0], heads[1], heads[2]), args.chunk, max(lengths), dtype, device)
-    geometry = Geometry(64, 128) if device == "cuda" else Geometry()
-    cells: list[Cell] = []
-
-    def late() -> bool:
-        return bool(time.monotonic() - started > args.budget_s)
-
+    dial = Dial(
+        (heads[0], heads[1], heads[2]),
+        max(args.large if _any_large(args.sizes) else 0, args.chunk),
+        max(size.tokens for size in args.sizes),
+        getattr(torch, args.dtype),
+        device,
+    )
+    bench = _Bench(args, engines, dial, Geometry(64, 128) if device == "cuda" else Geometry())
     with dial.installed():
-        _warm_up(args, engines, dial, geometry, folder)
+        bench.warm_up()
+        bench.report["start_s"] = time.monotonic() - started
+        print(f"ready after {bench.report['start_s']:.0f} s", flush=True)
+        gc.collect()
+        gc.freeze()  # as vLLM's own server does: several engines are much to look through
         wait_for(args.wait_for)
-        started = time.monotonic()
-        for size in args.sizes:
-            if late():
-                report["not_run"] = [*report.get("not_run", []), asdict(size)]
-            else:
-                run = _Runner(engines, dial, geometry, folder / "stats", size)
-                cells += run.cells(chosen(args, size), late)
-            report["cells"] = [asdict(c) for c in cells]
-            (args.out / "ttft.json").write_text(json.dumps(report, indent=1))
-            (args.out / "ttft.md").write_text(markdown(cells, report["where"]))
-            (args.out / "ttft.svg").write_text(svg(cells))
-    print(markdown(cells, report["where"]), flush=True)
+        bench.run()
+    print(bench.table(), flush=True)
 
 
-def sizes(args: argparse.Namespace) -> list[Size]:
-    """What is timed, in order. Raises ValueError."""
-    found = [
-        Size(int(n), int(b), args.rounds)
-        for n in args.lengths.split(",")
-        for b in args.batches.split(",")
-    ]
-    for entry in filter(None, args.more.split(",")):
-        numbers, rates = entry.split(":")[:3], entry.split(":")[3:]
-        if len(numbers) != 3 or len(rates) > 1:
-            raise ValueError(f"{entry} is not TOKENS:BATCH:ROUNDS[:RATES]")
-        tokens, batch, rounds = map(int, numbers)
-        names = tuple(_named(float(r)) for r in rates[0].split("+")) if rates else None
-        found.append(Size(tokens, batch, rounds, names))
-    if min(min(s.tokens, s.batch, s.rounds) for s in found) < 1:
-        raise ValueError("every number must be 1 or more")
-    known = {c.name for c in contenders(args)}
-    unknown = {name for s in found for name in s.names or ()} - known
-    if unknown:
-        raise ValueError(f"{sorted(unknown)[0]} is not in --rates {args.rates}")
-    return found
+def _any_large(found: Sequence[Size]) -> bool:
+    return any(c.large for size in found for c in size.who)
 
 
-def chosen(args: argparse.Namespace, size: Size) -> list[Contender]:
-    """Who takes part in one size: stock always does."""
-    names = size.names
-    return [c for c in contenders(args) if names is None or c.name in ("stock", *names)]
+class _Bench:
+    """All sizes, and the report as it is written after each round."""
 
+    def __init__(
+        self, args: argparse.Namespace, engines: dict[int | None, Any], dial: Any, geometry: Any
+    ) -> None:
+        self.args = args
+        self.timers = {page: _Timer(args, of_page, dial) for page, of_page in engines.items()}
+        self.geometry = geometry
+        self.began = 0.0
+        self.report: dict[str, Any] = {"where": _where(args)}
+        self.cells: list[Cell] = []
 
-def _named(rate: float) -> str:
-    return f"ours, skip {rate:.0%}"
+    def warm_up(self) -> None:
+        """Each kernel and every size of a step once, that no timed round is the first."""
+        for page, timer in self.timers.items():
+            here = [size for size in self.args.sizes if size.page == page]
+            longest = max(size.tokens for size in here)
+            for c in {c.key: c for size in here for c in (FIXED[0], *size.who)}.values():
+                tokens = min(longest, self.args.large if c.large else self.args.chunk)
+                timer.dial.turn(c.rate, tokens, self.geometry)
+                timer.time(c, tokens, 1 if tokens == longest else 2)
 
+    def run(self) -> None:
+        self.began = time.monotonic()
+        runners: dict[tuple[int, int, int | None], _Runner] = {}
+        for size in self.args.sizes:
+            known = size.tokens, size.batch, size.page
+            if known not in runners:
+                runners[known] = _Runner(self.timers[size.page], size, self.geometry)
+            took = 0.0
+            for done in range(size.rounds):
+                begins = time.monotonic()
+                if begins - self.began + took > self.args.budget_s:
+                    left = f"{size.tokens}:{size.batch}:{size.rounds - done}"
+                    self.report.setdefault("not_run", []).append(left)
+                    break
+                runners[known].round(size.who)
+                took = time.monotonic() - begins
+                self.cells = [c for r in runners.values() for c in r.cells()]
+                self.write()
 
-def _warm_up(args: Any, engines: Any, dial: Any, geometry: Any, folder: Path) -> None:
-    """Each kernel and every size of a step once, that no timed round is the first."""
-    longest = min(args.chunk, max(size.tokens for size in args.sizes))
-    size = Size(longest, 2, 1)
-    _Runner(engines, dial, geometry, folder / "stats", size).cells(contenders(args), bool)
+    def write(self) -> None:
+        self.report["seconds"] = time.monotonic() - self.began
+        report = {**self.report, "cells": [asdict(c) for c in self.cells]}
+        for name, text in (
+            ("ttft.json", json.dumps(report)),
+            ("ttft.md", self.table()),
+            ("ttft.svg", svg(self.cells)),
+        ):
+            (self.args.out / name).write_text(text)
 
-
-def contenders(args: argparse.Namespace) -> list[Contender]:
-    """Who takes part, in the order of the table."""
-    rates = [float(x) for x in args.rates.split(",")]
-    found = [Contender("stock", "stock"), Contender("ours, no threshold", "ours")]
-    if not args.no_dense:
-        found.append(Contender("ours, dense kernel", "ours", vote=True, dense=True))
-    return found + [Contender(_named(r), "ours", r, vote=True) for r in rates]
+    def table(self) -> str:
+        return markdown(self.cells, self.report["where"])
 
 
 class _Runner:
-    """One size."""
+    """One size; its rounds may be run at different times."""
 
-    def __init__(
-        self, engines: dict[str, Any], dial: Any, geometry: Any, stats: Path, size: Size
-    ) -> None:
-        self.engines, self.dial, self.geometry, self.stats = engines, dial, geometry, stats
-        self.size = size
+    def __init__(self, timer: _Timer, size: Size, geometry: Any) -> None:
+        self.timer, self.size, self.geometry = timer, size, geometry
+        self.times: dict[str, dict[int, list[float]]] = {STOCK: {}}
+        self.skips: dict[str, float] = {}
+        self.done = 0
 
-    def cells(self, everyone: Sequence[Contender], late: Callable[[], bool]) -> list[Cell]:
+    def round(self, who: Sequence[Contender]) -> None:
+        """Stock and these once, in another order each time: who comes after whom matters to a chip
+        at its power limit."""
         tokens, batch = self.size.tokens, self.size.batch
-        times: dict[str, list[list[float]]] = {c.name: [] for c in everyone}
-        skips: dict[str, float | None] = {}
-        for i in range(self.size.rounds):
-            if i and late():
-                break
-            # Another order each round: who comes after whom matters to a chip at its power limit.
-            for c in random.Random(i).sample(list(everyone), len(everyone)):
-                self.dial.turn(c.rate, tokens, self.geometry)
-                before = self._tiles() if not i and c.vote else None
-                times[c.name].append(self._time(c))
-                if before is not None:
-                    visited, skipped = (a - b for a, b in zip(self._tiles(), before, strict=True))
-                    skips[c.name] = skipped / visited if visited else None
-                print(f"{tokens} x {batch} {c.name}: {times[c.name][-1][-1]:.4f} s", flush=True)
-        last = {n: statistics.median(max(r) for r in rounds) for n, rounds in times.items()}
-        mean = {n: statistics.median(map(statistics.mean, rounds)) for n, rounds in times.items()}
-        return [
-            Cell(
-                tokens,
-                batch,
-                n,
-                last[n],
-                last[n] / last["stock"],
-                skips.get(n),
-                [max(r) for r in rounds],
-                mean[n],
-                mean[n] / mean["stock"],
-            )
-            for n, rounds in times.items()
-        ]
+        for c in who:  # the order of the table
+            self.times.setdefault(c.name, {})
+        self.timer.prime()
+        for c in random.Random(self.done).sample([FIXED[0], *who], 1 + len(who)):
+            count = c.vote and not c.dense and c.name not in self.skips
+            before = self.timer.tiles() if count else (0, 0)
+            self.timer.dial.turn(c.rate, tokens, self.geometry)
+            times = self.timer.time(c, tokens, batch)
+            self.times[c.name][self.done] = times
+            if count:
+                visited, skipped = (a - b for a, b in zip(self.timer.tiles(), before, strict=True))
+                self.skips[c.name] = skipped / visited if visited else 0.0
+            print(f"{tokens} x {batch} {c.name}: {' '.join(f'{t:.4f}' for t in times)}", flush=True)
+        self.done += 1
 
-    def _time(self, contender: Contender) -> list[float]:
+    def cells(self) -> list[Cell]:
+        size = self.size.tokens, self.size.batch, self.size.page
+        return cells_of(size, self.times, self.skips)
+
+
+class _Timer:
+    """The engines of one page size."""
+
+    def __init__(self, args: argparse.Namespace, engines: dict[str, Any], dial: Any) -> None:
+        self.args, self.engines, self.dial = args, engines, dial
+
+    def prime(self) -> None:
+        """So that the first of a round does not find the chip rested by what was written."""
+        self.time(FIXED[0], min(PRIMER, self.args.chunk), 1)
+
+    def tiles(self) -> tuple[int, int]:
+        return tiles(self.engines["ours"])
+
+    def time(self, c: Contender, tokens: int, batch: int) -> list[float]:
         """Seconds to the only token of each prompt, from the moment that all were sent."""
         from vllm import SamplingParams
 
         from blasst.plugin.dial import DIALLED_LAMBDA, replaced
 
-        extra = {"blasst_lambda": DIALLED_LAMBDA} if contender.vote else None
+        extra = {"blasst_lambda": DIALLED_LAMBDA} if c.vote else None
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=extra)
-        prompt = {"prompt_token_ids": [17] * self.size.tokens}
-        engine = self.engines[contender.engine]
+        prompt = {"prompt_token_ids": [17] * tokens}
+        engine = self.engines[c.engine]
+        limit_steps(engine, self.args.large if c.large else self.args.chunk)
         step: Callable[[], Any] = engine.llm_engine.step
         ends: list[float] = []
 
@@ -270,17 +326,12 @@ class _Runner:
             return outputs
 
         with (
-            _without_vote() if contender.dense else nullcontext(),
+            _without_vote() if c.dense else nullcontext(),
             replaced(engine.llm_engine, step=timed),
         ):
             started = time.perf_counter()
-            engine.generate([prompt] * self.size.batch, params, use_tqdm=False)
+            engine.generate([prompt] * batch, params, use_tqdm=False)
         return ends
-
-    def _tiles(self) -> tuple[int, int]:
-        time.sleep(4 * STATS_INTERVAL_S)
-        flat = [page.arrays["tiles"] for page in iter_stats(self.stats, RANK)]
-        return int(sum(sum(t[0::2]) for t in flat)), int(sum(sum(t[1::2]) for t in flat))
 
 
 def _without_vote() -> AbstractContextManager[None]:
@@ -297,34 +348,49 @@ def _without_vote() -> AbstractContextManager[None]:
     return replaced(Plan, run=dense)
 
 
-def _engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _engines(args: argparse.Namespace, folder: Path) -> dict[int | None, dict[str, Any]]:
+    """Stock and ours for each page size, all with the first one's weights: a GPU holds few."""
+    import torch
+
     heads = [int(x) for x in args.heads.split(",")]
-    cached = max(size.tokens * size.batch for size in args.sizes) + 4096
     changes: dict[str, Any] = {
         "num_hidden_layers": args.layers,
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
         "head_dim": heads[2],
+        "max_position_embeddings": max(131072, max(size.tokens for size in args.sizes) + 1),
     }
     if args.layers < REHEARSAL:
         changes |= {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512}
         changes |= {"bos_token_id": 1, "eos_token_id": 2}
     model = write_llama(folder / "model", args.dtype, **changes)
-    options: dict[str, Any] = {} if args.block_size is None else {"block_size": args.block_size}
+    found: dict[int | None, dict[str, Any]] = {}
+    first = None
+    for page in {size.page: None for size in args.sizes}:
+        here = [size for size in args.sizes if size.page == page]
+        options = _options(args, here) | ({} if page is None else {"block_size": page})
+        for name, backend in (("stock", stock_backend()), ("ours", "blasst")):
+            engine = make_engine(model, backend, "eager", dummy=True, **options)
+            found.setdefault(page, {})[name] = engine
+            if first is None:
+                first = engine
+            else:
+                share_weights(first, engine)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return found
+
+
+def _options(args: argparse.Namespace, here: Sequence[Size]) -> dict[str, Any]:
+    """Of engines for these sizes."""
+    _, num_kv_heads, head_dim = (int(x) for x in args.heads.split(","))
+    cached = max(size.tokens * size.batch for size in here) + PRIMER
     return {
-        name: make_engine(
-            model,
-            backend,
-            "eager",
-            dummy=True,
-            dtype=args.dtype,
-            kv_bytes=4 * cached * args.layers * heads[1] * heads[2],
-            max_model_len=max(size.tokens for size in args.sizes) + 1,
-            max_num_batched_tokens=args.chunk,
-            max_num_seqs=16,
-            **options,
-        )
-        for name, backend in (("stock", stock_backend()), ("ours", "blasst"))
+        "dtype": args.dtype,
+        "kv_bytes": 4 * cached * args.layers * num_kv_heads * head_dim,
+        "max_model_len": max(PRIMER, max(size.tokens for size in here)) + 1,
+        "max_num_batched_tokens": max(args.large if _any_large(here) else 0, args.chunk),
+        "max_num_seqs": 16,
     }
 
 
@@ -335,53 +401,6 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     shown = {k: v for k, v in vars(args).items() if k not in ("out", "sizes", "wait_for")}
     return {"gpu": gpu, "torch": torch.__version__, "vllm": vllm.__version__, **shown}
-
-
-def markdown(cells: Sequence[Cell], where: dict[str, Any]) -> str:
-    """One table; ratios over the stock backend of the same rounds."""
-    lines = [
-        f"{where['gpu']}, vLLM {where['vllm']}, torch {where['torch']}, chunks of "
-        f"{where['chunk']} tokens, pages of {where['block_size'] or 'the default size'}",
-        "",
-        "| prompt | at once | contender | skipped | TTFT, ms | over stock | mean TTFT, ms | "
-        "over stock | rounds |",
-        "|--:|--:|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for c in cells:
-        skipped = "" if c.skip_rate is None else f"{c.skip_rate:.1%}"
-        mean = f"{1e3 * c.mean_ttft_s:.1f} | {c.mean_over_stock:.3f}" if c.batch > 1 else "|"
-        lines.append(
-            f"| {c.tokens} | {c.batch} | {c.contender} | {skipped} | {1e3 * c.ttft_s:.1f} | "
-            f"{c.over_stock:.3f} | {mean} | {len(c.times_s)} |"
-        )
-    lines += ["", "| prompt | at once | a vote costs no time from | best |", "|--:|--:|--:|---|"]
-    for (tokens, batch), points in _votes(cells).items():
-        rate, ratio = min(points, key=lambda p: p[1])
-        best = f"{ratio - 1:+.1%} at {rate:.0%} skipped"
-        lines.append(f"| {tokens} | {batch} | {break_even(points)} | {best} |")
-    return "\n".join(lines) + "\n"
-
-
-def break_even(points: Sequence[tuple[float, float]]) -> str:
-    """The skip rate from which time to first token is not above stock. points: (skip rate, time
-    over stock), ascending; between two of them the line is taken."""
-    above = [i for i, (_, ratio) in enumerate(points) if ratio > 1]
-    if not above:
-        return f"{points[0][0]:.0%}"
-    if above[-1] + 1 == len(points):
-        return f"none up to {points[-1][0]:.0%}"
-    (x0, y0), (x1, y1) = points[above[-1] : above[-1] + 2]
-    return f"{x0 + (y0 - 1) / (y0 - y1) * (x1 - x0):.0%}"
-
-
-def _votes(cells: Sequence[Cell]) -> dict[tuple[int, int], list[tuple[float, float]]]:
-    """(skip rate, time over stock) of the cells that vote, by size."""
-    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for c in cells:
-        if c.skip_rate is not None:
-            ratio = c.mean_over_stock if c.batch > 1 else c.over_stock
-            found.setdefault((c.tokens, c.batch), []).append((c.skip_rate, ratio))
-    return {size: sorted(points) for size, points in found.items()}
 
 
 if __name__ == "__main__":

@@ -60,11 +60,15 @@ class Dial:
         self.k, v = noise(max_len, self.num_kv_heads), noise(max_tokens, self.num_kv_heads)
         tame_keys(self.k)
         self.q, self.v = q.flatten(1), v.flatten(1)
+        self._low: dict[tuple[float, int, Geometry], torch.Tensor] = {}
 
     def turn(self, skip_rate: float, length: int, geometry: Geometry) -> None:
         """Prompts of this length skip this share of their blocks from now on."""
-        low = low_blocks(length, self.num_kv_heads, skip_rate, geometry).to(self.k.device)
-        lower(self.k[:length], low, geometry)
+        key = skip_rate, length, geometry
+        if key not in self._low:  # chosen on the host, which takes longer than a short prompt
+            low = low_blocks(length, self.num_kv_heads, skip_rate, geometry)
+            self._low[key] = low.to(self.k.device)
+        lower(self.k[:length], self._low[key], geometry)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
