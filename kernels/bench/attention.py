@@ -42,7 +42,7 @@ class Cell:
 
     over_dense, over_peer: this time over ours when dense is asked, and over the first peer's, on
     the same inputs; medians of the rounds' ratios. skip_rate: as counted. least, most: of the
-    ratios over what ran beside it, None without Plan.beside.
+    ratios over what ran beside it, and near_s: its median; None without Plan.beside.
     """
 
     problem: str
@@ -57,6 +57,7 @@ class Cell:
     over_peer: float | None
     least: float | None = None
     most: float | None = None
+    near_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,10 @@ def _cell(
 
 @dataclass(frozen=True)
 class Beside:
-    """Of each round: wall and processor seconds, and both over those of what ran beside it."""
+    """Of each round: wall and processor seconds, and both over those of what ran beside it; near:
+    wall seconds of that."""
 
+    near: list[float]
     walls: list[float]
     cpus: list[float]
     over: list[float]
@@ -248,6 +251,7 @@ def _time_beside(
             over_peer=statistics.median(mine.over) if peers else None,
             least=min(mine.over),
             most=max(mine.over),
+            near_s=statistics.median(mine.near),
         )
         for c in group
         for mine in [found[c.name]]
@@ -261,9 +265,9 @@ def _beside(times: Sequence[tuple[float, float]]) -> Beside:
         bases = each[::3]
         calls = [sum(each[i : i + 2]) / 2 for i in range(1, len(each), 3)]
         near = [(a + b) / 2 for a, b in pairwise(bases)]
-        columns.append((calls, [_over(c, n) for c, n in zip(calls, near, strict=True)]))
-    (walls, over), (cpus, cpu_over) = columns
-    return Beside(walls, cpus, over, cpu_over)
+        columns.append((near, calls, [_over(c, n) for c, n in zip(calls, near, strict=True)]))
+    (near, walls, over), (_, cpus, cpu_over) = columns
+    return Beside(near, walls, cpus, over, cpu_over)
 
 
 class Stopwatch:
