@@ -116,7 +116,8 @@ def test_beside_the_base_a_drift_of_the_clock_cancels(monkeypatch: pytest.Monkey
     assert all(c.least is not None and c.most is not None for c in cells)
     assert cells[2].wall_s == pytest.approx(301.8, abs=0.2)
     for c in cells:
-        assert c.near_s is not None and c.over_peer is not None
+        assert c.near_s is not None
+        assert c.over_peer is not None
         assert c.wall_s / c.near_s == pytest.approx(c.over_peer, abs=0.002)
     assert [c.skip_rate for c in cells] == [0.25, 0.0, 0.25]
     dense, vote = clocked(monkeypatch, replace(PLAN, rounds=1, beside=True), "ab", peer="")
