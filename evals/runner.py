@@ -82,6 +82,7 @@ class Runner:
         self.client, self.sidecar, self.store, self.options = client, sidecar, store, options
         self.model: ServedModel = client.model(served_name)
         self.initial: Setting = sidecar.get()
+        self._set: int | None = None  # the generation that is ours; None while a PUT is on its way
         self._warm: set[tuple[int, bool]] = set()
         wanted = options.min_context
         self.min_context = wanted if wanted is not None else self.initial.min_context
@@ -177,18 +178,14 @@ class Runner:
             done += len(group)
             if not all([go_on(sample) for sample in group]):
                 break
-        if (now := self.sidecar.get()).generation != setting.generation:
-            raise ServerError(
-                f"the threshold changed during the cell {name_of(point)}: generation "
-                f"{now.generation} instead of {setting.generation}; its results stay, but run one "
-                "sweep at a time against a server"
-            )
         return done == len(samples)
 
     def activate(self, point: Point, sample: Sample) -> Setting:
         """Set the threshold, send one short probe, and check generation and counters."""
         reason = f"RULER sweep, {name_of(point)}"
+        self._set = None
         setting = self.sidecar.put(point, min_context=self.min_context, reason=reason)
+        self._set = setting.generation
         before = self.sidecar.counters()
         probe = sample.prompt[: max(self.floor, _PROBE_MIN)]
         self.client.generate(self.model.name, probe, 1)
@@ -199,7 +196,9 @@ class Runner:
         return setting
 
     def restore(self) -> None:
-        """The threshold that the deployment had before."""
+        """The threshold that the deployment had before, unless somebody has set another since."""
+        if self._set is not None and self.sidecar.get().generation != self._set:
+            return
         self.sidecar.put(
             self.initial.threshold,
             min_context=self.initial.min_context,
@@ -226,6 +225,12 @@ class Runner:
     ) -> tuple[list[Record], Counters]:
         """One sample, or several at once whose counters only their sum is known of."""
         answers = self._answers(samples, which)
+        if (now := self.sidecar.get()).generation != setting.generation:
+            raise ServerError(
+                f"the threshold changed during the cell {name_of(point)}: generation "
+                f"{now.generation} instead of {setting.generation}; its last answers are not kept, "
+                "run one sweep at a time against a server"
+            )
         sent = [len(s.prompt) for s in samples]
         if which != "ttft":
             sent += [len(s.prompt) + len(s.gold) for s in samples if self.wants_nll(s)]

@@ -103,6 +103,34 @@ def test_an_accuracy_cell_whose_counters_do_not_move_is_an_error(
     assert sum(r["kind"] == "sample" for r in read_results(tmp_path / "r.jsonl")) == 2
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_answers_under_somebody_elses_threshold_are_not_kept(
+    concurrency: int, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    """Set in the middle of a cell: no counter tells, and a resumed run would trust what is kept."""
+    path = tmp_path / "r.jsonl"
+    plan = Plan(POINTS[1:], samples[:2], chunk=concurrency, timed=0 if concurrency > 1 else None)
+    admit, answers = fake.admit, []
+
+    def meddle(body: dict[str, Any]) -> float | None:
+        answers.extend([body] if body["max_tokens"] > 2 else [])
+        if len(answers) == 2:
+            fake.admit = admit
+            fake.threshold, fake.generation = {"unit": "mag", "value": 1.0}, fake.generation + 1
+        return float(admit(body))
+
+    fake.admit = meddle
+    with pytest.raises(ServerError, match="changed during the cell MAG 1000"):
+        sweep(connect, path, plan, concurrency=concurrency)
+    kept = [r for r in read_results(path) if r["kind"] == "sample"]
+    assert len(kept) == 2 - concurrency
+    assert fake.threshold == {"unit": "mag", "value": 1.0}  # theirs is not overwritten
+    assert sweep(connect, path, plan, concurrency=concurrency) == concurrency
+    found = [r for r in read_results(path) if r["kind"] == "sample"]
+    rates = [r["skipped"] / r["visited"] for r in found if r["visited"]]
+    assert rates == pytest.approx([0.375] * len(rates), abs=0.01)
+
+
 @pytest.mark.parametrize("fault", ["refuses", "breaks-off-late", "cuts-prompts", "adds-a-token"])
 def test_a_fault_in_one_of_many_ends_all(
     fault: str, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]

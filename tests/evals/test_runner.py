@@ -239,7 +239,8 @@ def test_a_threshold_that_someone_sets_again_in_a_cell_is_an_error(
         ResultStore(tmp_path / "r.jsonl") as store,
         pytest.raises(ServerError, match="changed during the cell"),
     ):
-        run_sweep(connect(store), Plan(POINTS[1:2], samples[:1]), Meddler(0, quiet=True))
+        run_sweep(connect(store), Plan(POINTS[1:2], samples[:2]), Meddler(0, quiet=True))
+    assert sum(r["kind"] == "sample" for r in read_results(tmp_path / "r.jsonl")) == 1
 
 
 def test_prompts_below_min_context_are_expected_to_run_dense(
