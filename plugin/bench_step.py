@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import gc
 import gzip
 import json
 import math
@@ -50,6 +51,7 @@ WAITS = (
 )
 """Calls of CUDA's runtime that may keep the host waiting for the device."""
 MIXED_STEPS = 3
+PARTS = {"host", "waits", "decode"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,11 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--chunk", type=int, default=2048, help="most tokens of a step (default: 2048)")
     add("--dtype", default="float32")
     add("--kv-gib", type=float, default=24, help="cache of each engine (default: 24)")
+    add("--parts", default="host,waits,decode", help="what is measured (default: all of these)")
     add("--budget-s", type=float, default=1e9, help="begin no part or round after these seconds")
     add("--wait-for", type=Path, help="once ready, begin when this file exists (at most 300 s)")
     add("--out", type=Path, required=True, help="folder for step.json and trace.json.gz")
     args = parser.parse_args(argv)
-    reason = unusable_reason(args.model)
+    args.parts = args.parts.split(",")
+    unknown = sorted(set(args.parts) - PARTS)
+    reason = f"{unknown[0]} is no part" if unknown else unusable_reason(args.model)
     if reason is not None:
         parser.error(reason)
     os.environ.update(ENVIRONMENT)
@@ -107,14 +112,18 @@ class _Steps:
             for name, backend in (("stock", stock_backend()), ("ours", "blasst"))
         }
         self.result["start_s"] = time.monotonic() - self.began
+        gc.collect()
+        gc.freeze()  # as vLLM's own server does
         wait_for(args.wait_for)
         self.began = time.monotonic()
 
     def run(self) -> None:
         most = max(self.batches)
-        self.part(f"host work, {most} requests", partial(self.host_work, most))
-        self.part(f"waits, {most} requests", partial(self.waits, most))
-        for batch in self.batches:
+        if "host" in self.args.parts:
+            self.part(f"host work, {most} requests", partial(self.host_work, most))
+        if "waits" in self.args.parts:
+            self.part(f"waits, {most} requests", partial(self.waits, most))
+        for batch in self.batches if "decode" in self.args.parts else ():
             self.part(f"decode, {batch} requests", partial(self.decode, batch))
 
     def part(self, name: str, what: Callable[[], dict[str, Any]]) -> None:

@@ -62,6 +62,13 @@ def test_a_model_that_is_not_there_is_bad_usage(
     assert not out.exists()
 
 
+def test_an_unknown_part_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench_step.main(["llama-8b", "--parts", "decode,hosts", "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert "hosts is no part" in capsys.readouterr().err
+
+
 @pytest.mark.vllm
 def test_a_large_model_without_a_gpu_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     if not on_cpu():
