@@ -2,7 +2,7 @@
 
     python -P -m blasst.plugin.bench_ttft --lengths 16384,65536 --out FOLDER
 Engines of one process take turns, on dummy weights of a Llama-3.1-8B shape; `dial` shapes their
-keys. Writes ttft.json, ttft.md and ttft.svg after every round.
+keys. Writes ttft.json, ttft.md and ttft.svg as it goes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,6 +40,8 @@ REHEARSAL = 8
 LARGE = "large"
 PRIMER = 8192
 """Tokens of the prompt that brings an idle chip to the power that it has while it works."""
+LONG = 32768
+"""So many tokens take more than a second: then to write after each costs nothing."""
 
 
 @dataclass(frozen=True)
@@ -240,12 +242,15 @@ class _Bench:
                     left = f"{size.tokens}:{size.batch}:{size.rounds - done}"
                     self.report.setdefault("not_run", []).append(left)
                     break
-                runners[known].round(size.who)
+                for c in runners[known].round(size.who):
+                    print(c, flush=True)
+                    if size.tokens * size.batch >= LONG:
+                        self.write(runners.values())
+                self.write(runners.values())
                 took = time.monotonic() - begins
-                self.cells = [c for r in runners.values() for c in r.cells()]
-                self.write()
 
-    def write(self) -> None:
+    def write(self, runners: Iterable[_Runner]) -> None:
+        self.cells = [c for r in runners for c in r.cells()]
         self.report["seconds"] = time.monotonic() - self.began
         report = {**self.report, "cells": [asdict(c) for c in self.cells]}
         for name, text in (
@@ -268,9 +273,9 @@ class _Runner:
         self.skips: dict[str, float] = {}
         self.done = 0
 
-    def round(self, who: Sequence[Contender]) -> None:
+    def round(self, who: Sequence[Contender]) -> Iterator[str]:
         """Stock and these once, in another order each time: who comes after whom matters to a chip
-        at its power limit."""
+        at its power limit. After each a line that says what it took."""
         tokens, batch = self.size.tokens, self.size.batch
         for c in who:  # the order of the table
             self.times.setdefault(c.name, {})
@@ -284,7 +289,7 @@ class _Runner:
             if count:
                 visited, skipped = (a - b for a, b in zip(self.timer.tiles(), before, strict=True))
                 self.skips[c.name] = skipped / visited if visited else 0.0
-            print(f"{tokens} x {batch} {c.name}: {' '.join(f'{t:.4f}' for t in times)}", flush=True)
+            yield f"{tokens} x {batch} {c.name}: {' '.join(f'{t:.4f}' for t in times)}"
         self.done += 1
 
     def cells(self) -> list[Cell]:
