@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from blasst.evals.errors import InputError
@@ -116,14 +116,28 @@ def _collect(records: Sequence[Record]) -> Results:
         layer_rates=_layer_rates(ours),
         plan=plan,
         others=sum(r["fingerprint"] != plan["fingerprint"] for r in samples),
-        accuracy=tuple(r for r in ours if r["pass"] != "ttft"),
-        times=tuple(r for r in ours if r["pass"] != "accuracy"),
+        accuracy=tuple(_answered(ours)),
+        times=tuple(_timed(ours)),
     )
 
 
+def _answered(records: Sequence[Record]) -> list[Record]:
+    """Each prompt once, also when it was answered in passes of two kinds."""
+    return _last(r for r in records if r["pass"] != "ttft")
+
+
+def _timed(records: Sequence[Record]) -> list[Record]:
+    return _last(r for r in records if r["pass"] != "accuracy")
+
+
+def _last(records: Iterable[Record]) -> list[Record]:
+    found = {(r["threshold"], r["task"], r["length"], r["prompt_sha256"]): r for r in records}
+    return [*found.values()]
+
+
 def _cell(point: Point, task: str, length: int, records: list[Record]) -> Cell:
-    answered = [r for r in records if r["pass"] != "ttft"]
-    timed = [float(r["ttft_s"]) for r in records if r["pass"] != "accuracy"]
+    answered = _answered(records)
+    timed = [float(r["ttft_s"]) for r in _timed(records)]
 
     def mean(name: str, among: list[Record]) -> float:
         values = [float(r[name]) for r in among if r[name] is not None]

@@ -115,6 +115,15 @@ class Runner:
                 f"lengths or serve with --max-model-len {length}"
             )
 
+    def check_in_force(self, points: Sequence[Point], longest: int) -> None:
+        """Raises InputError when no prompt of at most `longest` tokens runs under a threshold."""
+        if longest < self.floor and any(point is not None for point in points):
+            raise InputError(
+                f"prompts of at most {longest} tokens are below min_context {self.floor} and run "
+                "dense under every threshold: nothing would be compared; give --min-context N "
+                "below them, or longer --lengths"
+            )
+
     def check_tokenizer(self, sample: Sample) -> None:
         """Raises InputError when the server reads these ids as another text: another tokenizer."""
         text = self.client.detokenize(self.model.name, sample.prompt)
@@ -293,6 +302,7 @@ class Runner:
             record |= {
                 "prediction": answer.text,
                 "tokens": list(answer.tokens),
+                "budget": self.budget(sample),
                 "answers": list(sample.answers),
                 "match": match(metric, answer.text, sample.answers),
                 "gold_nll": nll,

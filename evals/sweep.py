@@ -121,6 +121,13 @@ def announce(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | None
     if not pending:
         progress.say("everything is measured already")
         return 0
+    prompts = [len(sample.prompt) for sample in plan.samples]
+    runner.check_in_force(plan.points, max(prompts))
+    if short := sum(tokens < runner.floor for tokens in prompts):
+        progress.say(
+            f"{short} of {len(prompts)} prompts are below min_context {runner.floor} and run dense "
+            "under every threshold: no verdict will be GO where they are (--min-context)"
+        )
     runner.check_tokenizer(plan.samples[0])
     total = len(plan.measurements()) * len(plan.points)
     if pending < total:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from blasst.evals.store import ResultStore, Store
     from blasst.evals.suite import Suite
     from blasst.evals.sweep import Plan
+    from blasst.evals.thresholds import Point
 
 
 def say(text: str) -> None:
@@ -96,7 +97,7 @@ def _measure(
         progress = Progress(0)
         stack.callback(progress.close)
         runners = runners_of(args, store, options, stack)
-        runners[0].check_length(max(getattr(args, "lengths", [0])))
+        _check_lengths(args, runners[0], points)
         together = options.concurrency > 1
         samples = make()
         plan = Plan(
@@ -120,6 +121,16 @@ def _measure(
         say(f"report: {write_report(results, args.report)}")
     print(json.dumps(as_json(results)) if args.json else as_text(results))
     return 0
+
+
+def _check_lengths(args: argparse.Namespace, runner: Runner, points: list[Point]) -> None:
+    """What can be said of prompts that are not made yet."""
+    from blasst.evals.tasks import task_named
+
+    if lengths := getattr(args, "lengths", ()):
+        runner.check_length(max(lengths))
+        least = min(task_named(task).max_tokens for task in tasks_of(args))
+        runner.check_in_force(points, max(lengths) - least)
 
 
 def _data_of(samples: list[Sample]) -> dict[str, str]:

@@ -207,13 +207,16 @@ def _idle(
 def _pairs(
     records: Sequence[Record], threshold: str, task: str, length: int
 ) -> list[tuple[Record, Record]]:
-    """(dense, with threshold) of the same token ids."""
+    """(dense, with threshold) of the same token ids, and of the same answer budget where the
+    records say theirs: a longer answer finds more."""
     here = [r for r in records if r["task"] == task and r["length"] == length]
     dense = {r["prompt_sha256"]: r for r in here if r["threshold"] == "dense"}
     return [
         (dense[r["prompt_sha256"]], r)
         for r in here
-        if r["threshold"] == threshold and r["prompt_sha256"] in dense
+        if r["threshold"] == threshold
+        and r["prompt_sha256"] in dense
+        and len({None, r.get("budget"), dense[r["prompt_sha256"]].get("budget")}) <= 2
     ]
 
 
@@ -236,7 +239,7 @@ def _task(task: str, pairs: Sequence[tuple[Record, Record]]) -> TaskDifference:
             if vote["gold_nll"] is not None and dense["gold_nll"] is not None
         ),
         agreement=statistics.fmean(
-            token_agreement(_answer(vote), _answer(dense)) for dense, vote in pairs
+            token_agreement(*_answers(vote, dense)) for dense, vote in pairs
         ),
     )
 
@@ -246,9 +249,11 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(found) if found else math.nan
 
 
-def _answer(record: Record) -> list[int | str]:
-    """Token ids where the server gave them, else words."""
-    return list(record.get("tokens") or record["prediction"].split())
+def _answers(vote: Record, dense: Record) -> tuple[list[int | str], list[int | str]]:
+    """Token ids where the server gave both, else words."""
+    if vote.get("tokens") and dense.get("tokens"):
+        return list(vote["tokens"]), list(dense["tokens"])
+    return vote["prediction"].split(), dense["prediction"].split()
 
 
 def _points(v: LengthVerdict) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import signal
 import subprocess
@@ -246,10 +247,25 @@ def test_a_threshold_that_someone_sets_again_in_a_cell_is_an_error(
 def test_prompts_below_min_context_are_expected_to_run_dense(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
-    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[1:2], samples[:1]), min_context=1000)
-    (record,) = [r for r in read_results(tmp_path / "r.jsonl") if r["kind"] == "sample"]
-    assert record["visited"] == 0
-    assert fake.vote == 0
+    one_of_each, said = samples[::2], io.StringIO()
+    floor = len(one_of_each[1].prompt)
+    assert len(one_of_each[0].prompt) < floor
+    with ResultStore(tmp_path / "r.jsonl") as store:
+        plan = Plan(POINTS[1:2], one_of_each)
+        run_sweep(connect(store, min_context=floor), plan, Progress(0, said))
+    short, long = (r for r in read_results(tmp_path / "r.jsonl") if r["kind"] == "sample")
+    assert short["visited"] == 0 < long["visited"]
+    assert f"1 of 2 prompts are below min_context {floor} and run dense" in said.getvalue()
+
+
+def test_a_sweep_in_which_no_threshold_is_in_force_is_refused(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    with pytest.raises(InputError, match="below min_context 2000 and run dense"):
+        sweep(connect, tmp_path / "r.jsonl", Plan(POINTS, samples), min_context=2000)
+    assert not fake.prompts
+    assert not (tmp_path / "r.jsonl").exists()
+    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[:1], samples[:1]), min_context=2000)
 
 
 def test_time_that_is_up_ends_the_sweep_between_samples(

@@ -122,6 +122,26 @@ def test_a_threshold_that_was_not_in_force_is_no_go() -> None:
     assert dense.outcome == "GO"
 
 
+def test_a_prompt_that_two_passes_answered_is_one_pair() -> None:
+    once = results(100, 0.03, 0.03)
+    other = [{**r, "pass": "both", "ttft_s": 0.1} for r in once.accuracy]
+    twice = collect([once.plan, *once.accuracy, *other])
+    assert judge(twice) == judge(once)
+    assert [c.samples for c in twice.cells] == [c.samples for c in once.cells]
+    dense = [{**r, "tokens": [1, 2]} for r in other if r["threshold"] == "dense"]
+    mixed = collect([once.plan, *once.accuracy, *dense])
+    assert judge(mixed)[0].agreement == judge(once)[0].agreement > 0.9
+
+
+def test_answers_of_different_length_are_no_pair() -> None:
+    found = results(500, 0.0)
+    short = [{**r, "budget": 10 if r["threshold"] == "dense" else 128} for r in found.accuracy]
+    (verdict,) = judge(collect([found.plan, *short]))
+    assert verdict.reason.startswith("no sample is measured both")
+    old = [{**r, "budget": 10} if r["threshold"] == "dense" else r for r in found.accuracy]
+    assert judge(collect([found.plan, *old])) == judge(found)
+
+
 def test_nothing_measured_is_inconclusive_and_has_no_nan_in_json() -> None:
     found = judge(results(0, 0.0))
     assert found[0].reason.startswith("no sample is measured")
