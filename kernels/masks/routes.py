@@ -101,8 +101,9 @@ def masked_attention(
     """Attention of packed rows under a block mask; differentiable unless impl is "blasst".
 
     q: [batch, seqlen_q, num_heads, head_dim]; k, v: [batch, seqlen_k, num_kv_heads, head_dim].
-    Rows that see nothing (padding) give 0. lane="exact": reproducible bit for bit and invariant to
-    neighbours, so FlexAttention's Triton kernels or an error; lane="throughput": the fastest route.
+    Rows that see nothing (padding) give 0. lane="exact": the same bits on every run, at every
+    length and beside every neighbour, so FlexAttention's Triton kernels, outside torch.compile, or
+    an error; lane="throughput": the fastest route.
     Raises InvalidInputError or UnsupportedError with every reason, before any work.
     """
     options = options or Options()
@@ -120,7 +121,8 @@ def attend(x: Inputs, *, lane: Lane, impl: str, options: Options) -> Result:
         plan = blasst_plan(problem, x)
         return serving.run(x, plan=plan, skip_lambda=options.skip_lambda, counters=options.counters)
     if route is Route.FLEX_TRITON:
-        return flex.run(x, backend="TRITON", geometry=flex.TRITON_GEOMETRY)
+        exact = lane == "exact"
+        return flex.run(x, backend="TRITON", geometry=flex.TRITON_GEOMETRY, exact=exact)
     geometry, ordered = fa4_geometry(problem), needs_write_order(problem, route)
     if problem.needs_grad and problem.determinism == "warn" and not ordered:
         warnings.warn(
@@ -204,6 +206,11 @@ def unsupported_reasons(problem: RouteProblem, route: Route) -> list[str]:
         reasons.append(
             'lane "exact" is flex-triton only: no other route is known to give the same bits on '
             "every run and beside every neighbour, whatever deterministic algorithms are set to"
+        )
+    if problem.lane == "exact" and problem.compiling:
+        reasons.append(
+            'lane "exact" is compiled with options of its own, which a surrounding torch.compile '
+            "does not keep; call it in a function under torch.compiler.disable"
         )
     if problem.attention.vote and route is not Route.BLASST:
         reasons.append('a skip_lambda is for impl "blasst" only')

@@ -114,6 +114,8 @@ VOTE = replace(GPU, attention=replace(GPU.attention, vote=True))
         (replace(GPU, lane="exact"), "eager", "flex-triton only"),
         (replace(GPU, lane="exact"), "blasst", "flex-triton only"),
         (replace(CPU, lane="exact"), "auto", "needs a CUDA GPU"),
+        (replace(GPU, lane="exact", compiling=True), "auto", "torch.compiler.disable"),
+        (replace(GPU, lane="exact", compiling=True), "flex-triton", "torch.compiler.disable"),
         (GPU, "blasst", "no backward"),
         (VOTE, "flex-triton", "skip_lambda"),
         (VOTE, "auto", "no backward"),

@@ -90,6 +90,7 @@ def test_auto_runs_our_kernel_for_inference_and_says_why(caplog: pytest.LogCaptu
 
 
 @OURS
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_our_kernel_errs_as_bfloat16_and_does_not_wait() -> None:
     mask, tensors = problem()
     exact = masked_attention(*tensors[:3], mask, impl="eager")
@@ -162,18 +163,31 @@ def test_exact_lane_repeats_bit_for_bit(
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_exact_lane_keeps_its_bits_when_other_lengths_come() -> None:
-    """The first length is compiled for itself; from the second on, sizes are symbolic."""
-    flex._compiled.cache_clear()
-    mask, tensors = problem()
-    first = gradients(mask, tensors, torch.bfloat16, lane="exact")
-    for length in (640, 1280, 4096):
-        layout = Segments.from_position_ids(torch.arange(length)[None] % 500)
-        other = bind(shared_prefix() & document() & padding(), layout, "cuda")
-        drawn = [torch.randn(1, length, t.shape[2], 128, device="cuda") for t in tensors]
-        gradients(other, drawn, torch.bfloat16, lane="exact")
-        again = gradients(mask, tensors, torch.bfloat16, lane="exact")
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+def other_length(length: int, tensors: list[torch.Tensor]) -> None:
+    """A forward and a backward of the exact lane over another length."""
+    layout = Segments.from_position_ids(torch.arange(length)[None] % 500)
+    mask = bind(shared_prefix() & document() & padding(), layout, "cuda")
+    drawn = [torch.randn(1, length, t.shape[2], 128, device="cuda") for t in tensors]
+    gradients(mask, drawn, torch.bfloat16, lane="exact")
+
+
+@pytest.mark.parametrize("multiple_of", [1, 128])
+def test_exact_lane_keeps_its_bits_when_other_lengths_come(multiple_of: int) -> None:
+    """The first length is compiled for itself; from the second on, sizes are symbolic. Then the
+    same with another length first: what it was compiled for must not matter either."""
+    mask, tensors = problem(multiple_of=multiple_of)
+    found = []
+    for before, after in (((), (640, 1280, 4096)), ((4097,), ()), ((200,), (100,))):
+        flex._compiled.cache_clear()
+        torch._dynamo.reset()
+        for length in before:
+            other_length(length, tensors)
+        found.append(gradients(mask, tensors, torch.bfloat16, lane="exact"))
+        for length in after:
+            other_length(length, tensors)
+            found.append(gradients(mask, tensors, torch.bfloat16, lane="exact"))
+    for again in found[1:]:
+        assert [torch.equal(a, b) for a, b in zip(found[0], again, strict=True)] == [True] * 4
 
 
 @pytest.mark.skipif(bool(fa4_reasons()), reason="; ".join(fa4_reasons()))
@@ -191,24 +205,38 @@ def test_strict_refuses_fa4_and_warn_only_says_so(request: pytest.FixtureRequest
         gradients(mask, tensors, torch.bfloat16, impl="fa4", lane="exact")
 
 
-def test_exact_lane_does_not_see_neighbours() -> None:
-    """The first document keeps its bits, forward and backward, whatever stands behind it."""
-    own, total = 640, 2048
+def beside(
+    held: list[torch.Tensor], before: int, after: tuple[int, ...], pad: int = 0
+) -> list[torch.Tensor]:
+    """out, dq, dk, dv of one document of the row: `before` tokens stand before it, documents of
+    `after` tokens and `pad` tokens of padding behind it."""
+    own = held[0].shape[1]
+    sizes = [n for n in (before, own, *after, pad) if n]
+    ids = torch.arange(len(sizes))
+    if pad:
+        ids[-1] = -1
+    total = sum(sizes)
+    segment = (torch.arange(total) - before) // 160 % 4
+    fields = [ids.repeat_interleave(torch.tensor(sizes)), segment, segment, segment % 3, segment]
+    layout = Segments(*(f.int()[None].contiguous() for f in fields))
+    mask = bind(shared_prefix() & document() & padding(), layout, "cuda")
+    drawn = [torch.randn(1, total, t.shape[2], 128, device="cuda") for t in held]
+    for t, mine in zip(drawn, held, strict=True):
+        t[:, before : before + own] = mine
+    got = gradients(mask, drawn, torch.bfloat16, lane="exact")
+    return [t[:, before : before + own] for t in got]
+
+
+@pytest.mark.parametrize("own", [640, 700])
+def test_exact_lane_does_not_see_neighbours(own: int) -> None:
+    """A document keeps its bits, forward and backward, alone, before padding, and whatever stands
+    behind it or, in whole blocks, before it."""
     generator = torch.Generator("cuda").manual_seed(1)
     held = [torch.randn(1, own, h, 128, generator=generator, device="cuda") for h in (8, 2, 2, 8)]
-    results = []
-    for split in ([1408], [700, 708], [377, 1031], [128] * 11):
-        sizes = torch.tensor([own, *split])
-        ids = torch.arange(len(sizes)).repeat_interleave(sizes)
-        segment = torch.arange(total) // 160 % 4
-        fields = [ids, segment, segment, segment % 3, torch.arange(total)]
-        layout = Segments(*(f.int()[None].contiguous() for f in fields))
-        mask = bind(shared_prefix() & document(), layout, "cuda")
-        drawn = [
-            torch.randn(1, total, t.shape[2], 128, generator=generator, device="cuda") for t in held
-        ]
-        for t, mine in zip(drawn, held, strict=True):
-            t[:, :own] = mine
-        results.append([t[:, :own] for t in gradients(mask, drawn, torch.bfloat16, lane="exact")])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    alone = beside(held, 0, ())
+    for before, after, pad in (
+        (0, (1408,), 0), (0, (700, 708), 0), (0, (377, 1031), 0), (0, (128,) * 11, 0),
+        (0, (), 68), (0, (30,), 38), (256, (500,), 0), (1280, (), 17),
+    ):  # fmt: skip
+        other = beside(held, before, after, pad)
+        assert [torch.equal(a, b) for a, b in zip(alone, other, strict=True)] == [True] * 4
