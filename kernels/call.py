@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +15,10 @@ from blasst.kernels.threshold import ThresholdError, lambda_to_log2
 from blasst.kernels.types import AttentionSpec, BlockMask, Geometry, PagedKV, Problem, RaggedKV
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One request of a batch. Query row i (of seqlen_q) is at key position `context` + i."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides a method that tuples have
     q_start: int
     seqlen_q: int
     seqlen_k: int

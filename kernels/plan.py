@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,7 @@ from blasst.kernels.threshold import ThresholdError, lambda_to_log2
 from blasst.kernels.types import AttentionSpec, Geometry, Impl, PagedKV, Problem, RaggedKV
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Requests as the host knows them. log2_lambda: one a request; None = dense, no vote."""
 
     requests: tuple[Request, ...]

@@ -36,9 +36,9 @@ class BlasstCPUBuilder(VotingBuilder, CPUAttentionMetadataBuilder):
         def build_stock(common: Any) -> Any:
             return super(BlasstCPUBuilder, self).build(common_prefix_len, common, *args, **kw)
 
-        def narrow(part: Rest, fields: dict[str, Any]) -> Any:
+        def narrow(rest: Rest, changing: dict[str, Any]) -> Any:
             # vLLM's schedule of a batch is no sum of schedules of its parts.
-            return build_stock(sub_batch(common_attn_metadata, part, fields))
+            return build_stock(sub_batch(common_attn_metadata, rest, changing))
 
         metadata = build_stock(common_attn_metadata)
         votes = self.votes_of(common_attn_metadata)

@@ -53,7 +53,9 @@ class BlasstCUDABuilder(VotingBuilder, FlashAttentionMetadataBuilder):
         # without, and then nothing else in vLLM's metadata depends on who belongs to the batch.
         metadata = super().build(0, common_attn_metadata, True, **kwargs)
         metadata.blasst = self.split_batch(
-            common_attn_metadata, votes, lambda part, fields: narrowed(metadata, fields)
+            common_attn_metadata,
+            votes,
+            lambda rest, changing: narrowed(metadata, rest.known, changing),
         )
         return metadata
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from blasst.kernels.call import Request
-from blasst.kernels.plan import Batch, Plan, check_batch
+from blasst.kernels.plan import Batch, Plan
 from blasst.plugin.staging import LambdaTable, to_device
 from blasst.plugin.versions import row_fields
 
@@ -31,25 +31,18 @@ FEW = 64
 
 # What is made in every step is a tuple: a frozen dataclass takes many times as long to make.
 class Votes(NamedTuple):
-    """Rows of a batch of `count` that vote, ascending; the tokens and the lambda of each.
+    """Rows of a batch of `size` that vote, ascending; of each its tokens, its keys with those of
+    its tokens, and its lambda.
 
     others: tokens of all rows, int32 as bytes; None when each of the other rows has one.
     """
 
-    count: int
+    size: int
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
+    keys: tuple[int, ...]
     lambdas: list[float]
     others: bytes | None = None
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """Two batches of the same layout have the rows that vote, and all other tokens, in the
-        same places. Behind decodes alone (vLLM's newer runner) any number of tokens may vote."""
-        first = self.rows[0]
-        if self.others is None and first + len(self.rows) == self.count:
-            return first, self.count
-        return self.count, self.rows, self.lengths, self.others
 
 
 @dataclass(frozen=True)
@@ -78,10 +71,13 @@ class Part:
 class Rest(Part):
     """Up to two parts of a batch are vLLM's. ends: int32 [rows + 1], on the host: their first query
     rows in what `take` gives, and the end of the last. known: of vLLM's metadata, by name, what
-    does not change while the layout stays and the runner's tensors stay in their places."""
+    does not change while the layout stays and the runner's tensors stay in their places. few: they
+    do not fill a GPU; apart: others stand between."""
 
     ends: Ends
     known: dict[str, Any]
+    few: bool
+    apart: bool
 
     @property
     def num_tokens(self) -> int:
@@ -124,10 +120,8 @@ class Split(NamedTuple):
                 part,
                 narrowed(
                     metadata,
-                    {
-                        "block_table": _pick(block_table, part.rows),
-                        "slot_mapping": _pick(slot_mapping, part.own_tokens),
-                    },
+                    {"block_table": _pick(block_table, part.rows)},
+                    {"slot_mapping": _pick(slot_mapping, part.own_tokens)},
                 ),
             )
             for part, metadata in self.stock
@@ -145,21 +139,21 @@ class LayerVote:
 
 
 Narrow = Callable[[Rest, dict[str, Any]], Any]
-"""vLLM's metadata for a part alone, given these of its fields: num_actual_tokens, max_query_len,
-max_seq_len, and query_start_loc, seq_lens, block_table, slot_mapping on the device."""
+"""vLLM's metadata for a part alone, given those of its fields that are not `known`. Both together:
+num_actual_tokens, max_query_len, max_seq_len, and query_start_loc, seq_lens, block_table,
+slot_mapping on the device."""
 
 
-def narrowed(metadata: Any, fields: dict[str, Any]) -> Any:
+def narrowed(metadata: Any, known: dict[str, Any], changing: dict[str, Any]) -> Any:
     """A copy of a dataclass's object with these fields; `replace` takes many times as long."""
     made = object.__new__(type(metadata))
-    made.__dict__.update(metadata.__dict__)
-    made.__dict__.update(fields)
+    made.__dict__ = metadata.__dict__ | known | changing
     return made
 
 
 def splits(common: Any, votes: Votes) -> bool:
     """Whether the metadata is that of the batch (not of drafts or dual batches), and causal."""
-    return common.causal is True and bool(common.num_reqs >= votes.count)
+    return common.causal is True and bool(common.num_reqs >= votes.size)
 
 
 class Splitter:
@@ -175,7 +169,7 @@ class Splitter:
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def split(self, common: Any, votes: Votes, narrow: Narrow) -> Split:
-        """Rows behind the first votes.count of the batch are padding."""
+        """Rows behind the first votes.size of the batch are padding."""
         table, seq_lens = common.block_table_tensor, common.seq_lens
         places = (
             common.query_start_loc.data_ptr(),
@@ -188,34 +182,40 @@ class Splitter:
         # A view keeps its storage, so what is found at its address is the same tensor.
         if places != self._places or len(self._layouts) == KEPT:
             self._places, self._layouts = places, {}
-        key = votes.layout
+        size, rows, lengths, _, _, others = votes
+        # Behind decodes alone (vLLM's newer runner) any number of tokens may vote.
+        behind = others is None and rows[0] + len(rows) == size
+        key = (rows[0], size) if behind else (size, rows, lengths, others)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._lay_out(common, votes)
-        chosen, begin, cu_seqlens_q, page_table, seqlens_k, others = layout
-        keys = getattr(common, self._host_keys).numpy()
+        chosen, begin, cu_seqlens_q, page_table, seqlens_k, rests = layout
         skip_lambda, log2_lambda = self._lambdas.load(votes.lambdas)
-        stock = [(rest, narrow(rest, self._fields(common, rest, keys))) for rest in others]
+        stock = []
+        for rest in rests:
+            # A bound, by which FlashAttention splits keys of few rows.
+            changing = {"max_seq_len": common.max_seq_len}
+            if rest.few or rest.apart:
+                self._change(changing, common, rest)
+            stock.append((rest, narrow(rest, changing)))
         return Split(
             chosen,
             cu_seqlens_q,
             _pick(table, chosen.rows) if page_table is None else page_table,
             _pick(seq_lens, chosen.rows) if seqlens_k is None else seqlens_k,
-            _batch(begin, votes, keys, log2_lambda),
+            _batch(begin, votes, log2_lambda),
             skip_lambda,
             tuple(stock),
         )
 
-    def _fields(self, common: Any, rest: Rest, keys: np.ndarray[Any, Any]) -> dict[str, Any]:
-        longest = common.max_seq_len  # a bound, by which FlashAttention splits keys of few rows
-        if len(rest.ends) <= FEW:
-            longest = int(np.maximum.reduce(keys[rest.host_rows]))
-        fields = {**rest.known, "max_seq_len": longest}
-        if not isinstance(rest.rows, slice):
+    def _change(self, fields: dict[str, Any], common: Any, rest: Rest) -> None:
+        if rest.few:
+            keys = getattr(common, self._host_keys).numpy()
+            fields["max_seq_len"] = int(np.maximum.reduce(keys[rest.host_rows]))
+        if rest.apart:
             fields["seq_lens"] = _pick(common.seq_lens, rest.rows)
             fields["block_table"] = _pick(common.block_table_tensor, rest.rows)
             fields["slot_mapping"] = _pick(common.slot_mapping, rest.tokens)
-        return fields
 
     def _lay_out(self, common: Any, votes: Votes) -> Layout:
         starts: Ends = common.query_start_loc_cpu.numpy()
@@ -223,7 +223,7 @@ class Splitter:
         if end - first == len(votes.rows):
             rows = slice(first, end)
             views = common.block_table_tensor[rows], common.seq_lens[rows]
-            others = self._around(common, first, end, votes.count, starts)
+            others = self._around(common, first, end, votes.size, starts)
             return Layout(
                 Part(rows, rows, WHOLE),
                 int(starts[first]),
@@ -234,10 +234,8 @@ class Splitter:
         device = common.query_start_loc.device
         voting = np.array(votes.rows)
         *places, ends = _gathered(voting, starts, device)
-        *other_places, other_ends = _gathered(
-            np.delete(np.arange(votes.count), voting), starts, device
-        )
-        others = (self._rest(common, *other_places, other_ends),) if other_ends[-1] else ()
+        rest = _gathered(np.delete(np.arange(votes.size), voting), starts, device)
+        others = (self._rest(common, *rest),) if rest[-1][-1] else ()
         cu_seqlens_q = to_device(torch.from_numpy(ends), device)
         return Layout(Part(*places), 0, cu_seqlens_q, None, None, others)
 
@@ -257,8 +255,8 @@ class Splitter:
         return tuple(parts)
 
     def _rest(self, common: Any, rows: Index, host_rows: Any, tokens: Index, ends: Ends) -> Rest:
-        part = Rest(rows, host_rows, tokens, ends, {})
-        count, longest = len(ends) - 1, int(np.diff(ends).max())
+        count, longest, apart = len(ends) - 1, int(np.diff(ends).max()), not isinstance(rows, slice)
+        part = Rest(rows, host_rows, tokens, ends, {}, count < FEW, apart)
         if isinstance(rows, slice) and rows.start == 0:
             cu_seqlens_q = common.query_start_loc[: count + 1]
         elif longest == 1 and part.num_tokens == count:
@@ -268,7 +266,7 @@ class Splitter:
         part.known.update(
             num_actual_tokens=part.num_tokens, max_query_len=longest, query_start_loc=cu_seqlens_q
         )
-        if isinstance(rows, slice):
+        if not apart:
             part.known.update(
                 seq_lens=common.seq_lens[rows],
                 block_table=common.block_table_tensor[rows],
@@ -277,28 +275,21 @@ class Splitter:
         return part
 
 
-def _batch(
-    begin: int, votes: Votes, keys: np.ndarray[Any, Any], log2_lambda: tuple[float, ...]
-) -> Batch:
-    """As check_batch, which says what is wrong."""
+def _batch(begin: int, votes: Votes, log2_lambda: tuple[float, ...]) -> Batch:
     requests = []
-    for row, length in zip(votes.rows, votes.lengths, strict=True):
-        seqlen_k = keys.item(row)
-        if not 0 <= length <= seqlen_k:
-            ends = np.cumsum([0, *votes.lengths]).tolist()
-            return check_batch(ends, keys[list(votes.rows)].tolist(), None)
-        requests.append(Request(len(requests), begin, length, seqlen_k))
+    for i, length in enumerate(votes.lengths):
+        requests.append(Request(i, begin, length, votes.keys[i]))
         begin += length
     return Batch(tuple(requests), log2_lambda)
 
 
-def sub_batch(common: Any, part: Rest, fields: dict[str, Any]) -> Any:
+def sub_batch(common: Any, part: Rest, changing: dict[str, Any]) -> Any:
     """vLLM's common metadata for some rows of a batch alone, for builders that need one."""
-    known = dict(fields)
+    known = part.known | changing
     known["block_table_tensor"] = known.pop("block_table")
     known["query_start_loc_cpu"] = torch.from_numpy(part.ends)
     known["num_reqs"] = len(part.ends) - 1
-    return narrowed(common, known | row_fields(common, part.rows, part.host_rows))
+    return narrowed(common, known, row_fields(common, part.rows, part.host_rows))
 
 
 def _gathered(

@@ -103,20 +103,24 @@ class Rank:
         self,
         req_ids: Sequence[str],
         lengths: np.ndarray[Any, Any],
+        computed: np.ndarray[Any, Any],
         total: int,
         drafts: Collection[str],
     ) -> Votes | None:
-        """The rows that vote; None: no row does. lengths: tokens of each row, `total` together.
+        """The rows that vote; None: no row does. lengths: tokens of each row, `total` together;
+        computed: tokens of each row's request before them.
 
         What it counts becomes visible with `end_step`. A row of one token is a decode, and so is
         one that verifies draft tokens.
         """
         self._voted = False
-        if total == len(lengths):
+        size = len(lengths)
+        if total == size:
             self._step = {"decode_tokens": total}
             return None
         rows: list[int] = []
         voting: list[int] = []
+        keys: list[int] = []
         lambdas: list[float] = []
         dense = dense_tokens = 0
         longer = _longer(lengths, total)
@@ -124,13 +128,14 @@ class Rank:
             req_id = req_ids[row]
             if req_id in drafts:
                 continue
-            n = int(lengths[row])
+            n: int = lengths.item(row)
             skip_lambda = self._lambdas.get(req_id)
             if skip_lambda is None:
                 dense, dense_tokens = dense + 1, dense_tokens + n
             else:
                 rows.append(row)
                 voting.append(n)
+                keys.append(computed.item(row) + n)
                 lambdas.append(skip_lambda)
         vote_tokens = sum(voting)
         self._step = {
@@ -143,10 +148,9 @@ class Rank:
         if not rows:
             return None
         self._voted = True
-        count = len(lengths)
-        decodes = len(longer) == len(rows) and total - vote_tokens == count - len(rows)
+        decodes = len(longer) == len(rows) and total - vote_tokens == size - len(rows)
         others = None if decodes else lengths.tobytes()
-        return Votes(count, tuple(rows), tuple(voting), lambdas, others)
+        return Votes(size, tuple(rows), tuple(voting), tuple(keys), lambdas, others)
 
     def end_step(self) -> None:
         """Count the step of the last `rows`: all of its attention is behind us in the stream."""
@@ -216,9 +220,13 @@ class Rank:
 
 
 def _longer(lengths: np.ndarray[Any, Any], total: int) -> list[int]:
-    """Rows of more than one token: mostly the one chunk of a prompt that a step has room for."""
+    """Rows of more than one token: mostly the one chunk of a prompt that a step has room for, and
+    behind all decodes (vLLM's newer runner)."""
+    more = total - len(lengths)
+    if lengths.item(-1) - 1 == more:
+        return [len(lengths) - 1]
     longest = int(lengths.argmax())
-    if int(lengths[longest]) - 1 == total - len(lengths):
+    if lengths.item(longest) - 1 == more:
         return [longest]
     found: list[int] = (lengths > 1).nonzero()[0].tolist()
     return found

@@ -39,10 +39,8 @@ class RankRecorder:
                     write(id=request.req_id, stamped=stamp.encode())
             note(new, finished)
 
-        def recorded_rows(
-            req_ids: Sequence[str], lengths: Any, total: int, drafts: Collection[str]
-        ) -> Votes | None:
-            found: Votes | None = rows(req_ids, lengths, total, drafts)
+        def recorded_rows(req_ids: Sequence[str], lengths: Any, *others: Any) -> Votes | None:
+            found: Votes | None = rows(req_ids, lengths, *others)
             if found is not None:
                 for row, used in zip(found.rows, found.lambdas, strict=True):
                     write(**{"id": req_ids[row], "lambda": used, "tokens": int(lengths[row])})

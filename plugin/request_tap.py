@@ -73,11 +73,14 @@ def _read_rows(stock: Method) -> Method:
             # V2 returns its batch, V1 keeps it and is given the lengths; ids are in row order.
             if hasattr(result, "req_ids"):
                 req_ids, lengths = result.req_ids, result.num_scheduled_tokens[: result.num_reqs]
+                computed = result.num_computed_tokens_np
             else:
                 req_ids, lengths = self.input_batch.req_ids, args[0]
+                computed = self.input_batch.num_computed_tokens_cpu
             _votes = rank.rows(
                 req_ids,
                 lengths,
+                computed,
                 scheduler_output.total_num_scheduled_tokens,
                 scheduler_output.scheduled_spec_decode_tokens,
             )

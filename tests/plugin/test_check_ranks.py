@@ -105,9 +105,9 @@ def test_the_recorder_writes_what_a_rank_uses(tmp_path: Path) -> None:
     RankRecorder.blasst_record(worker, str(tmp_path))  # type: ignore[arg-type]
     params = SimpleNamespace(extra_args=stamped(None, Stamp(0.5, 7)))
     rank.note([SimpleNamespace(req_id="a", sampling_params=params)], ())
-    votes = rank.rows(["a", "b"], np.array([6, 1]), 7, ())
+    votes = rank.rows(["a", "b"], np.array([6, 1]), np.array([0, 9]), 7, ())
     assert (votes.rows, votes.lambdas) == ((0,), [0.5])
-    assert rank.rows(["a"], np.array([1]), 1, ()) is None  # its decodes
+    assert rank.rows(["a"], np.array([1]), np.array([6]), 1, ()) is None  # its decodes
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("3-1-")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [

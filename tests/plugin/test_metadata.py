@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from blasst.kernels.errors import InvalidInputError
 from blasst.kernels.threshold import lambda_to_log2
-from blasst.plugin.metadata import Split, Splitter, Votes, narrowed, splits, sub_batch
+from blasst.plugin.metadata import Rest, Split, Splitter, Votes, narrowed, splits, sub_batch
 from blasst.plugin.rank import Rank, RankShape
 from blasst.plugin.staging import LambdaTable
 from blasst.plugin.stamp import Stamp, stamped
@@ -82,6 +81,7 @@ def votes_of(common: Common, lambdas: Sequence[float | None]) -> Votes:
         len(lambdas),
         tuple(rows),
         tuple(lengths[rows].tolist()),
+        tuple(common.seq_lens_cpu_upper_bound[rows].tolist()),
         [v for v in lambdas if v is not None],
         None if set(others) <= {1} else lengths.tobytes(),
     )
@@ -93,7 +93,7 @@ def divide(common: Common, lambdas: Sequence[float | None], splitter: Any = None
     return splitter.split(
         common,
         votes_of(common, lambdas),
-        lambda part, fields: sub_batch(common, part, fields),
+        lambda rest, changing: sub_batch(common, rest, changing),
     )
 
 
@@ -190,12 +190,6 @@ def test_a_lambda_keeps_its_digits_on_the_host() -> None:
     assert done.batch.log2_lambda[0] != lambda_to_log2(float(torch.tensor(0.1)))
 
 
-def test_fewer_keys_than_query_rows_are_refused() -> None:
-    keys = torch.tensor([30, 11, 4, 12, 40], dtype=torch.int32)
-    with pytest.raises(InvalidInputError, match="5 query rows and 4 keys"):
-        divide(batch(seq_lens=keys, seq_lens_cpu_upper_bound=keys), [None, None, 0.5, None, None])
-
-
 def test_padding_rows_are_left_out() -> None:
     starts = torch.tensor([*STARTS[:4], 9, 9], dtype=torch.int32)
     common = batch(query_start_loc_cpu=starts, query_start_loc=starts)
@@ -235,6 +229,7 @@ def test_split_computes_what_one_call_would() -> None:
         stays.query_start_loc.copy_(torch.tensor(ends, dtype=torch.int32))
         stays.query_start_loc_cpu = torch.tensor(ends, dtype=torch.int32)
         stays.seq_lens += 3
+        stays.seq_lens_cpu_upper_bound = stays.seq_lens
         for voting in PATTERNS:
             lambdas = [0.5 if r in voting else None for r in range(5)]
             done = divide(stays, lambdas, splitter)
@@ -361,12 +356,15 @@ def made_step(count: int, voting: int, apart: bool) -> Callable[[], int]:
     rank.note(
         [SimpleNamespace(req_id=r, sampling_params=p) for r, p in zip(ids, stamps, strict=True)], ()
     )
-    splitter = Splitter(count, "cpu")
+    splitter, computed = Splitter(count, "cpu"), keys.numpy() - lengths
+
+    def narrow(rest: Rest, changing: dict[str, Any]) -> Any:
+        return narrowed(common, rest.known, changing)
 
     def step() -> int:
-        votes = rank.rows(ids, lengths, total, ())
+        votes = rank.rows(ids, lengths, computed, total, ())
         if votes is not None:
-            splitter.split(common, votes, lambda part, fields: narrowed(common, fields))
+            splitter.split(common, votes, narrow)
         rank.end_step()
         return 0 if votes is None else len(votes.rows)
 

@@ -30,12 +30,14 @@ def new(req_id: str, stamp: Stamp | None = None, pooling: bool = False) -> Any:
 def step(rank: Rank, tokens: dict[str, int], drafts: tuple[str, ...] = ()) -> Any:
     """Lambda of each row, None where it does not vote; None: no row does."""
     lengths = np.array(list(tokens.values()), dtype=np.int32)
-    votes = rank.rows(list(tokens), lengths, int(lengths.sum()), drafts)
+    computed = 100 * np.arange(len(tokens), dtype=np.int32)
+    votes = rank.rows(list(tokens), lengths, computed, int(lengths.sum()), drafts)
     rank.end_step()
     if votes is None:
         return None
-    assert votes.count == len(tokens)
+    assert votes.size == len(tokens)
     assert list(votes.lengths) == lengths[list(votes.rows)].tolist()
+    assert list(votes.keys) == (computed + lengths)[list(votes.rows)].tolist()
     others = [n for row, n in enumerate(lengths.tolist()) if row not in votes.rows]
     assert votes.others == (None if set(others) <= {1} else lengths.tobytes())
     found = dict(zip(votes.rows, votes.lambdas, strict=True))
@@ -96,7 +98,7 @@ def test_the_last_step_shows_although_no_further_comes(tmp_path: Path) -> None:
     r = rank(tmp_path)
     assert page(tmp_path).arrays["tiles"] == (0,) * 8
     r.note([new("a", Stamp(0.5))], ())
-    r.rows(["a"], np.array([9]), 9, ())
+    r.rows(["a"], np.array([9]), np.array([0]), 9, ())
     r.counters.layer(1)[0] += 7
     time.sleep(0.2)
     assert page(tmp_path).scalar("prefill_tokens_vote") == 0  # not before the step ends
@@ -124,7 +126,7 @@ class Runner:
     """What the tap needs of vLLM's runners. V1 keeps its batch, V2 returns it."""
 
     def __init__(self, returns_batch: bool) -> None:
-        self.input_batch = SimpleNamespace(req_ids=[], num_reqs=0)
+        self.input_batch = SimpleNamespace(req_ids=[], num_reqs=0, num_computed_tokens_cpu=[])
         self.returns_batch = returns_batch
         self.seen: Any = "nothing"
         self._blasst_rank = rank()
@@ -132,9 +134,12 @@ class Runner:
     def prepare(self, scheduler_output: Any, lengths: Any) -> Any:
         ids = list(scheduler_output.num_scheduled_tokens)
         batch = SimpleNamespace(req_ids=[*ids, "stale"], num_reqs=len(ids))
+        computed = 10 * np.arange(1, len(ids) + 2)
         if self.returns_batch:
             batch.num_scheduled_tokens = np.append(lengths, 77)
+            batch.num_computed_tokens_np = computed
             return batch
+        batch.num_computed_tokens_cpu = computed
         self.input_batch = batch
         return (1, 2, 3)
 
@@ -144,6 +149,9 @@ class Runner:
             self.prepare(scheduler_output, tokens)
         votes = request_tap.current_votes()
         self.seen = votes and dict(zip(votes.rows, votes.lambdas, strict=True))
+        assert votes is None or list(votes.keys) == [
+            10 * (row + 1) + n for row, n in zip(votes.rows, votes.lengths, strict=True)
+        ]
         if self.seen == {0: 0.25}:
             raise RuntimeError("the model failed")
         return "output"

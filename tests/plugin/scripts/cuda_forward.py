@@ -160,7 +160,8 @@ def votes_of(batch: Batch) -> Any:
         if row.skip_lambda is not None
     }
     lengths = np.array([r.queries for r in batch.rows])
-    return rank.rows(ids, lengths, int(lengths.sum()), ())
+    computed = np.array([r.context for r in batch.rows])
+    return rank.rows(ids, lengths, computed, int(lengths.sum()), ())
 
 
 def run(batch: Batch, config: Any, spec: Any) -> dict[str, Any]:

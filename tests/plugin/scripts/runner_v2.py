@@ -43,13 +43,19 @@ def main() -> None:
     def prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
         ids = sorted(scheduler_output.num_scheduled_tokens)
         lengths = np.array([scheduler_output.num_scheduled_tokens[i] for i in ids])
-        return filled(InputBatch, req_ids=ids, num_reqs=len(ids), num_scheduled_tokens=lengths)
+        return filled(
+            InputBatch,
+            req_ids=ids,
+            num_reqs=len(ids),
+            num_scheduled_tokens=lengths,
+            num_computed_tokens_np=np.array([40, 50, 60]),
+        )
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
         self.prepare_inputs(scheduler_output, None)
         votes = request_tap.current_votes()
         assert votes is not None
-        seen.append([votes.count, votes.rows, votes.lambdas])
+        seen.append([votes.size, votes.rows, votes.keys, votes.lambdas])
 
     runner_class.prepare_inputs = prepare_inputs
     runner_class.execute_model = execute_model
