@@ -95,7 +95,11 @@ class Completions:
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str = "") -> None:
         import httpx
 
+        if not 0 < timeout_s < float("inf"):
+            raise InputError(f"--timeout {timeout_s:g}: give seconds above 0")
         self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError(f"--url {url!r} is not a URL; such as http://127.0.0.1:8000")
         self.timeout_s = timeout_s
         self.headers = headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:

@@ -48,6 +48,8 @@ class RunOptions:
             raise InputError(f"--nll {self.nll}: give at least 0")
         if self.concurrency < 1:
             raise InputError(f"--concurrency {self.concurrency}: give at least 1")
+        if self.min_context is not None and self.min_context < 0:
+            raise InputError(f"--min-context {self.min_context}: give at least 0")
         if not 0 < self.settle_s < float("inf"):
             raise InputError(f"--settle {self.settle_s:g}: give seconds above 0")
 

@@ -88,7 +88,7 @@ def generate(
     for index in range(count):
         draft = task.draw(Draw(task_name, length, seed, index, haystack))
         gold = encoder.encode_answer(draft.gold)
-        encoded = _fill(task, draft, length, max(task.max_tokens, len(gold)), encoder)
+        encoded = _fill(task, draft, length, _reserve(task, gold), encoder)
         yield Sample(
             id=sample_id("balanced", task_name, length, seed, index),
             task=task_name,
@@ -105,6 +105,38 @@ def generate(
         )
 
 
+def check_fits(
+    task_name: str, length: int, *, seed: int, encoder: PromptEncoder, haystack: Haystack
+) -> None:
+    """Raises InputError when not even the smallest prompt of the first sample fits: before the
+    samples of other tasks are made."""
+    task = task_named(task_name)
+    draft = task.draw(Draw(task_name, length, seed, 0, haystack))
+    _smallest(task, draft, length, _reserve(task, encoder.encode_answer(draft.gold)), encoder)
+
+
+def _reserve(task: Task, gold: tuple[int, ...]) -> int:
+    """Tokens that are kept for the answer."""
+    return max(task.max_tokens, len(gold))
+
+
+def _encoded(draft: Draft, size: int, encoder: PromptEncoder) -> EncodedPrompt:
+    text = draft.render(size)
+    return encoder.encode(text.user, text.prefix, text.marks)
+
+
+def _smallest(
+    task: Task, draft: Draft, length: int, reserve: int, encoder: PromptEncoder
+) -> EncodedPrompt:
+    best = _encoded(draft, task.min_size, encoder)
+    if len(best.ids) > length - reserve:
+        raise InputError(
+            f"length {length} is too short for {task.name}: the smallest prompt has "
+            f"{len(best.ids)} tokens and {reserve} are kept for the answer; give a longer length"
+        )
+    return best
+
+
 def _fill(
     task: Task, draft: Draft, length: int, reserve: int, encoder: PromptEncoder
 ) -> EncodedPrompt:
@@ -112,25 +144,15 @@ def _fill(
 
     Regula falsi on size -> tokens, kept inside a bracket: three or four encodings, not thirteen.
     """
-
-    def at(size: int) -> EncodedPrompt:
-        text = draft.render(size)
-        return encoder.encode(text.user, text.prefix, text.marks)
-
     room = length - reserve
-    low, best = task.min_size, at(task.min_size)
-    if len(best.ids) > room:
-        raise InputError(
-            f"length {length} is too short for {task.name}: the smallest prompt has "
-            f"{len(best.ids)} tokens and {reserve} are kept for the answer; give a longer length"
-        )
+    low, best = task.min_size, _smallest(task, draft, length, reserve, encoder)
     high: int | None = None
     per_unit = task.step
     while high is None or high - low > 1:
         guess = low + max(1, int((room - len(best.ids)) / per_unit))
         if high is not None:
             guess = min(guess, high - 1)
-        tried = at(guess)
+        tried = _encoded(draft, guess, encoder)
         per_unit = max((len(tried.ids) - len(best.ids)) / (guess - low), 0.05)
         if len(tried.ids) <= room:
             low, best = guess, tried

@@ -71,6 +71,8 @@ class Sidecar:
         import httpx
 
         self.url = url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError(f"--sidecar {url!r} is not a URL; such as http://127.0.0.1:8300")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             self._http = httpx.Client(

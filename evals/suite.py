@@ -9,7 +9,7 @@ from pathlib import Path
 from blasst.evals.data import ESSAY_FILE, DataFiles
 from blasst.evals.errors import InputError
 from blasst.evals.packages import Say
-from blasst.evals.samples import MODES, Sample, generate
+from blasst.evals.samples import MODES, Sample, check_fits, check_request, generate
 from blasst.evals.tasks import Haystack, task_named
 
 
@@ -33,13 +33,16 @@ class Suite:
         seed: int,
         mode: str = "balanced",
     ) -> Suite:
-        """Each task and length once. Raises InputError for an unknown task or mode."""
+        """Each task and length once. Raises InputError for an unknown task or mode, a
+        length or count that cannot be made."""
         for name in tasks:
             task_named(name)
         if not tasks or not lengths:
             raise InputError("give at least one task and one length")
         if mode not in MODES:
             raise InputError(f"mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
+        for length in lengths:
+            check_request(length, count)
         return cls(tuple(dict.fromkeys(tasks)), tuple(sorted(set(lengths))), count, seed, mode)
 
 
@@ -66,6 +69,9 @@ def make_samples(
                 yield from (replace(sample, data=origins[task]) for sample in made)
         return
     haystack = Haystack(tuple(essay_words(files.path(ESSAY_FILE))), files.qa)
+    for length in suite.lengths:
+        for task in suite.tasks:
+            check_fits(task, length, seed=suite.seed, encoder=encoder, haystack=haystack)
     for length in suite.lengths:
         for task in suite.tasks:
             made = generate(

@@ -84,6 +84,8 @@ def _measure(
     from blasst.evals.store import ResultStore
     from blasst.evals.sweep import Plan
 
+    if args.timed < 0:
+        raise InputError(f"--timed {args.timed}: give at least 0")
     points = points_of(args, DEFAULT_MAGS)
     options = RunOptions(
         max_tokens=args.max_tokens,

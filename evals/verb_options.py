@@ -156,6 +156,14 @@ def endpoints_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     return list(zip(args.url, args.sidecar, strict=True))
 
 
+def one_endpoint_of(args: argparse.Namespace) -> None:
+    """Raises InputError where several servers are given to what asks one."""
+    if len(args.url) != 1 or len(args.sidecar) != 1:
+        raise InputError(
+            f"{len(args.url)} --url and {len(args.sidecar)} --sidecar: give one of each here"
+        )
+
+
 def token_of(args: argparse.Namespace) -> str:
     if args.token_file is None:
         return ""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blasst.evals.errors import InputError
 from blasst.evals.verb_measure import runners_of, say
-from blasst.evals.verb_options import SEED
+from blasst.evals.verb_options import SEED, one_endpoint_of
 
 if TYPE_CHECKING:
     from blasst.evals.calibrate import RatePoint
@@ -26,6 +27,7 @@ def doctor(args: argparse.Namespace) -> int:
     from blasst.evals.prompts import PromptEncoder
     from blasst.evals.tasks import Draw, Haystack, tasks
 
+    one_endpoint_of(args)
     encoder = PromptEncoder(args.model or smollm2_folder(say), args.prompt_format)
     draft = tasks()["niah_single_1"].draw(Draw("niah_single_1", 4096, 42, 0, Haystack(())))
     text = draft.render(max(6, min(args.lengths) // 40))
@@ -50,6 +52,7 @@ def bench_check(args: argparse.Namespace) -> int:
     from blasst.evals.samples import generate
     from blasst.evals.tasks import Haystack
 
+    one_endpoint_of(args)
     folder = args.model or smollm2_folder(say)
     encoder = PromptEncoder(folder, args.prompt_format)
     length, haystack = max(args.lengths), Haystack(())
@@ -77,6 +80,9 @@ def calibrate(args: argparse.Namespace) -> int:
     from blasst.evals.store import read_results
     from blasst.kernels.exchange.presets import PresetError, PresetGeometry
 
+    if args.target is not None and not 0 < args.target < 1:
+        raise InputError(f"--target {args.target:g}: give a skip rate between 0 and 1")
+    _check_writable(args.out, args.sparse_config)
     if args.results is not None:
         if args.geometry is None:
             raise InputError("--results needs --geometry, such as hopper:64x128: of that server")
@@ -98,7 +104,10 @@ def calibrate(args: argparse.Namespace) -> int:
         )
     _write(args.out, preset.dumps())
     if args.sparse_config is not None:
-        body = {"sparse_attention_config": preset.sparse_attention_config(args.target)}
+        try:
+            body = {"sparse_attention_config": preset.sparse_attention_config(args.target)}
+        except PresetError as e:
+            raise InputError(f"{args.out} is written, {args.sparse_config} is not: {e}") from e
         _write(args.sparse_config, json.dumps(body, indent=1) + "\n")
     if args.json:
         print(preset.dumps())
@@ -120,6 +129,7 @@ def _calibrate_server(
     from blasst.evals.runner import RunOptions
     from blasst.evals.suite import Suite, make_samples
 
+    one_endpoint_of(args)
     suite = Suite.of(args.tasks, args.lengths, args.count, SEED)
     options = RunOptions(settle_s=args.settle, min_context=args.min_context)
     with contextlib.ExitStack() as stack:
@@ -184,7 +194,7 @@ def _from_config(args: argparse.Namespace) -> Preset:
 
     if args.geometry is None:
         raise InputError("--from-config needs --geometry, such as hopper:64x128")
-    curve, _ = curve_of_config(json.loads(_read(args.from_config)))
+    curve, _ = curve_of_config(_object(args.from_config))
     return Preset(
         model=args.model_name or args.from_config.resolve().parent.name,
         geometry=PresetGeometry.parse(args.geometry),
@@ -196,9 +206,29 @@ def _from_config(args: argparse.Namespace) -> Preset:
 
 def _to_config(path: Path, found: Preset, target: float | None) -> None:
     """Add or replace the section in a config.json; the rest stays as it is."""
-    config = json.loads(_read(path)) if path.exists() else {}
+    config = _object(path) if path.exists() else {}
     config["sparse_attention_config"] = found.sparse_attention_config(target)
     _write(path, json.dumps(config, indent=2) + "\n")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read(path))
+    except ValueError as e:
+        raise InputError(f"{path} is no JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no JSON object; give a model's config.json")
+    return found
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Before anything is measured for them."""
+    for path in paths:
+        folder = None if path is None else path.parent
+        while folder is not None and not folder.exists():
+            folder = folder.parent
+        if folder is not None and not os.access(folder, os.W_OK):
+            raise InputError(f"{path} cannot be written: {folder} is not writable")
 
 
 def _read(path: Path) -> str:

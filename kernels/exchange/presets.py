@@ -42,7 +42,7 @@ class PresetGeometry:
         """The inverse of str(), such as hopper:64x128. Raises PresetError."""
         impl, _, tiles = text.partition(":")
         rows, _, keys = tiles.partition("x")
-        if not impl or not rows.isdigit() or not keys.isdigit():
+        if not impl or not rows.isdigit() or not keys.isdigit() or 0 in (int(rows), int(keys)):
             raise PresetError(f"geometry {text!r}: give IMPL:ROWSxKEYS, such as hopper:64x128")
         return cls(impl, int(rows), int(keys))
 
