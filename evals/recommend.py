@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from blasst.evals.cells import Results
+from blasst.evals.errors import InputError
 from blasst.evals.stats import Z95
 from blasst.evals.thresholds import Point, key_of, name_of
 from blasst.evals.verdict import DEFAULT_MARGIN, Outcome, judge, overall
@@ -105,6 +106,11 @@ def _speed(results: Results, point: Point) -> Speed:
     seconds: dict[tuple[str, int], dict[str, float]] = {}
     for record in results.times:
         key = record["threshold"], record["length"]
+        if not record["ttft_s"] > 0:
+            raise InputError(
+                f"sample {record.get('sample', '?')} has a TTFT of {record['ttft_s']} s: the "
+                "results were edited; measure again with another --out"
+            )
         seconds.setdefault(key, {})[record["prompt_sha256"]] = float(record["ttft_s"])
     means, variance, freedom = [], 0.0, 0
     for length in results.lengths:

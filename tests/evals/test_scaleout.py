@@ -273,6 +273,12 @@ def test_the_fastest_of_those_that_are_go(
     assert f"recommended: {key} (" in as_words(found)
 
 
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), -1.0])
+def test_a_time_that_is_none_is_one_clear_error(seconds: float) -> None:
+    with pytest.raises(InputError, match="has a TTFT of"):
+        recommend(results_with({"dense": 1.0, "mag:1000.0": seconds}, {}))
+
+
 @pytest.mark.parametrize(
     ("timed", "noise", "outcome"),
     [(400, 0.0, "GO"), (8, 0.01, "GO"), (8, 0.09, "INCONCLUSIVE"), (1, 0.0, "INCONCLUSIVE")],
