@@ -179,8 +179,8 @@ def _decide(
         pairs = sum(t.pairs for t in tasks)
         few = f", but {least.pairs} of {least.task}" if least.pairs * len(tasks) < pairs else ""
         return "INCONCLUSIVE", (
-            f"{pairs} pairs{few}; under {needed}, evenly over the tasks, no change at all would "
-            f"not exclude {margin:g} points"
+            f"{pairs} pairs{few}; under {needed}, evenly over the tasks, a loss of {margin:g} "
+            "cannot be excluded"
         )
     if dense < _DENSE_FLOOR:
         return "INCONCLUSIVE", f"dense scores {dense:.1f}: nothing can be lost, read the NLL"
