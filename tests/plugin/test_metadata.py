@@ -248,6 +248,24 @@ def test_split_computes_what_one_call_would() -> None:
             assert torch.equal(output, want)
 
 
+def test_one_layout_serves_any_number_of_tokens_behind_decodes() -> None:
+    splitter = Splitter(8, "cpu")
+    stays = batch()
+    for ends, voting, kept in (
+        ([0, 1, 2, 3, 4, 14], (4,), 1),
+        ([0, 1, 2, 3, 4, 11], (4,), 1),
+        ([0, 1, 2, 3, 10, 14], (3, 4), 2),
+        ([0, 1, 2, 3, 5, 14], (3, 4), 2),
+        ([0, 1, 2, 3, 5, 14], (4,), 3),  # a longer row of vLLM's: its place depends on lengths
+        ([0, 1, 2, 3, 6, 14], (4,), 4),
+    ):
+        stays.query_start_loc.copy_(torch.tensor(ends, dtype=torch.int32))
+        stays.query_start_loc_cpu = torch.tensor(ends, dtype=torch.int32)
+        lambdas = [0.5 if r in voting else None for r in range(5)]
+        check(divide(stays, lambdas, splitter), stays, voting)
+        assert len(splitter._layouts) == kept
+
+
 def check(done: Split, common: Common, voting: tuple[int, ...]) -> None:
     """Every tensor says what the batch says now."""
     rows = list(voting)
@@ -257,6 +275,11 @@ def check(done: Split, common: Common, voting: tuple[int, ...]) -> None:
     assert done.cu_seqlens_q.diff().tolist() == lengths[rows].tolist()
     assert [r.seqlen_k for r in done.batch.requests] == common.seq_lens[rows].tolist()
     assert [r.seqlen_q for r in done.batch.requests] == lengths[rows].tolist()
+    first = (
+        0 if isinstance(done.part.tokens, torch.Tensor) else int(common.query_start_loc[rows[0]])
+    )
+    starts = (lengths[rows].cumsum(0) - lengths[rows] + first).tolist()
+    assert [r.q_start for r in done.batch.requests] == starts
     for part, sub in done.stock:
         mine = part.host_rows
         assert sub.seq_lens.tolist() == common.seq_lens[mine].tolist()
