@@ -67,14 +67,14 @@ def measure(
     known. Raises ServerError when the counters do not fit the prompts."""
     tiles: dict[tuple[int, float], tuple[int, int]] = {}
     geometry, found_heads = None, heads or 0
-    impl = runner.sidecar.impl()
+    impl, said = runner.sidecar.impl(), runner.kernels.partition(":")[2]
     for number, sample in enumerate(samples):
         say(f"calibrating: prompt {number + 1} of {len(samples)}, {sample.length} tokens")
         for skip_lambda in lambdas:
             visited, skipped, by_layer = _send(runner, sample, skip_lambda)
             if geometry is None:
                 layer = next(iter(by_layer.values()))
-                geometry, found_heads = geometry_of(impl, layer, len(sample.prompt), heads)
+                geometry, found_heads = geometry_of(impl, layer, len(sample.prompt), heads, said)
             _check(by_layer, len(sample.prompt), geometry, found_heads)
             v, s = tiles.get((sample.length, skip_lambda), (0, 0))
             tiles[sample.length, skip_lambda] = (v + visited, s + skipped)
@@ -152,13 +152,18 @@ def tiles(tokens: int, rows: int, keys: int) -> int:
 
 
 def geometry_of(
-    impl: str, visited: int, tokens: int, heads: int | None
+    impl: str, visited: int, tokens: int, heads: int | None, said: str = ""
 ) -> tuple[PresetGeometry, int]:
-    """(geometry, query heads) that make so many visited tiles of a layer. heads None: taken from
-    the geometry that this impl usually has. Raises ServerError when none fits."""
+    """(geometry, query heads) that make so many visited tiles of a layer. said: rows x keys as the
+    server names them. heads None: taken from that, or from the geometry that this impl usually
+    has. Raises ServerError when none fits."""
     usual = _TILES.get(impl, _OTHERS)
     others = [(m, n) for m in _ROWS for n in _KEYS if (m, n) != usual]
-    for rows, keys in [usual, *(others if heads else [])]:
+    found = [usual, *(others if heads else [])]
+    if said:
+        named = PresetGeometry.parse(f"{impl}:{said}")
+        found = [(named.tile_m, named.tile_n)]
+    for rows, keys in found:
         count = tiles(tokens, rows, keys)
         if visited == heads * count if heads else visited % count == 0:
             return PresetGeometry(impl, rows, keys), visited // count

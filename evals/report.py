@@ -313,6 +313,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         ("model", f"{server['root']} (served as {server['model']})"),
         ("max_model_len", server["max_model_len"]),
         ("min_context", server["min_context"]),
+        ("kernel", plan.get("kernels") or "unknown"),
         ("vLLM", server["vllm_version"] or "unknown"),
         ("blasst", server["blasst_version"] or plan["blasst_version"]),
         ("Python", plan["python"]),

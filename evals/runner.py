@@ -90,6 +90,7 @@ class Runner:
         self.min_context = wanted if wanted is not None else self.initial.min_context
         self.server = self._server_details()
         self.fingerprint = _sha(json.dumps(self.server, sort_keys=True))
+        self.kernels = sidecar.kernels()
 
     def _server_details(self) -> dict[str, Any]:
         """What a result depends on besides prompt and threshold."""
@@ -107,6 +108,17 @@ class Runner:
     def floor(self) -> int:
         """Prompt tokens below which a request runs dense."""
         return DEFAULT_MIN_CONTEXT if self.min_context is None else self.min_context
+
+    def check_kernels(self, records: Sequence[Record]) -> None:
+        """Raises InputError when records of this server were measured on another kernel."""
+        for plan in records:
+            had, now = plan.get("kernels") or "", self.kernels
+            same = had.startswith(now) or now.startswith(had)  # a geometry may not be known yet
+            if plan.get("fingerprint") == self.fingerprint and not same:
+                raise InputError(
+                    f"the results were measured on {had}, this server runs {now}: skip "
+                    "rates and answers are not comparable; give another --out"
+                )
 
     def check_length(self, length: int) -> None:
         """Raises InputError when the server cannot take `length` tokens of prompt and answer."""
@@ -325,6 +337,8 @@ def check_counters(moved: Counters, expected: Expected, point: Point, what: str)
     name = name_of(point)
     vote, dense = moved.vote_tokens, moved.dense_tokens
     total = expected.vote + expected.dense
+    if min(vote, dense) < 0:
+        raise ServerError(f"{what}: the counters went back: the server was started again meanwhile")
     if vote + dense < expected.least:
         raise ServerError(
             f"{what}: the counters show {vote + dense} of {total} prefilled tokens; is the sidecar "

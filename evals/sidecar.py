@@ -155,6 +155,14 @@ class Sidecar:
         found = re.search(r'^blasst_build_info\{(?:.*,)?version="([^"]*)"', text, re.MULTILINE)
         return found[1] if found else ""
 
+    def kernels(self) -> str:
+        """What votes on the ranks, such as hopper:64x128; several joined, empty where unknown."""
+        with self._errors():
+            ranks = self._ok(self._http.get("/v1/blasst/status")).json()["ranks"]
+            live = [r for r in ranks if r.get("alive", True)]
+            names = {(str(r["impl"]), str(r.get("geometry") or "")) for r in live}
+        return ", ".join(sorted(f"{i}:{g}" if g else i for i, g in names))
+
     def impl(self) -> str:
         """What computes attention on every rank. Raises ServerError when ranks differ."""
         with self._errors():

@@ -218,6 +218,7 @@ def _plan_record(runner: Runner, plan: Plan) -> dict[str, object]:
         "kind": "plan",
         "fingerprint": runner.fingerprint,
         "server": runner.server,
+        "kernels": runner.kernels,
         "thresholds": [key_of(point) for point in plan.points],
         "lengths": plan.lengths(),
         "tasks": list(dict.fromkeys(sample.task for sample in plan.samples)),

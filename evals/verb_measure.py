@@ -99,6 +99,7 @@ def _measure(
         progress = Progress(0)
         stack.callback(progress.close)
         runners = runners_of(args, store, options, stack)
+        runners[0].check_kernels(store.records)
         _check_lengths(args, runners[0], points)
         together = options.concurrency > 1
         samples = make()

@@ -52,6 +52,7 @@ class Fake:
     curve: tuple[int, int, float, float] | None = None
     """Tiles as a kernel makes them: query heads, tile_m, and a, b of lambda L = a exp(b s)."""
     impl: str = "cpu"
+    geometry: str = ""
     start_id: int = 1
     prefix_tokens: int = 0
     prefix_hits: int = 0
@@ -269,7 +270,7 @@ def _add_sidecar(app: FastAPI, fake: Fake) -> None:
 
     @app.get("/v1/blasst/status")
     def status() -> dict[str, Any]:
-        return {"ranks": [{"impl": fake.impl, "alive": True}]}
+        return {"ranks": [{"impl": fake.impl, "geometry": fake.geometry, "alive": True}]}
 
     @app.get("/metrics")
     def metrics() -> Response:

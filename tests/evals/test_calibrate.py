@@ -64,6 +64,16 @@ def test_counters_that_fit_no_geometry_are_an_error(
             measure(connect(store), prompts, 4, quiet)
 
 
+def test_the_geometry_that_the_server_names_is_the_one_that_must_fit() -> None:
+    both = tiles(1024, 128, 128) * 8
+    assert geometry_of("triton", both, 1024, 8)[0] == PresetGeometry("triton", 128, 128)
+    with pytest.raises(ServerError, match="no known geometry"):
+        geometry_of("triton", both, 1024, 8, "128x64")
+    count = tiles(1024, 128, 64)
+    found = geometry_of("triton", 8 * count, 1024, None, "128x64")
+    assert found == (PresetGeometry("triton", 128, 64), 8)
+
+
 def test_tiles_by_hand() -> None:
     assert tiles(128, 128, 128) == 1
     assert tiles(129, 128, 128) == 1 + 2

@@ -258,16 +258,6 @@ def test_prompts_below_min_context_are_expected_to_run_dense(
     assert f"1 of 2 prompts are below min_context {floor} and run dense" in said.getvalue()
 
 
-def test_a_sweep_in_which_no_threshold_is_in_force_is_refused(
-    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
-) -> None:
-    with pytest.raises(InputError, match="below min_context 2000 and run dense"):
-        sweep(connect, tmp_path / "r.jsonl", Plan(POINTS, samples), min_context=2000)
-    assert not fake.prompts
-    assert not (tmp_path / "r.jsonl").exists()
-    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[:1], samples[:1]), min_context=2000)
-
-
 def test_time_that_is_up_ends_the_sweep_between_samples(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:

@@ -1,0 +1,67 @@
+"""A sweep is of one server: one that was started again, another kernel, no threshold in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blasst.evals.errors import InputError, ServerError
+from blasst.evals.progress import Progress
+from blasst.evals.runner import Runner
+from blasst.evals.samples import Sample
+from blasst.evals.store import ResultStore, read_results
+from blasst.evals.sweep import Plan, run_sweep
+from blasst.evals.thresholds import parse_points
+
+Connect = Callable[..., Runner]
+POINTS = parse_points(["dense", "1000"], [], [])
+
+
+def sweep(connect: Connect, path: Path, plan: Plan, **options: Any) -> int:
+    with ResultStore(path) as store:
+        return run_sweep(connect(store, **options), plan, Progress(0, quiet=True))
+
+
+def test_a_sweep_in_which_no_threshold_is_in_force_is_refused(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    with pytest.raises(InputError, match="below min_context 2000 and run dense"):
+        sweep(connect, tmp_path / "r.jsonl", Plan(POINTS, samples), min_context=2000)
+    assert not fake.prompts
+    assert not (tmp_path / "r.jsonl").exists()
+    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[:1], samples[:1]), min_context=2000)
+
+
+def test_results_of_another_kernel_are_not_continued(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    """Everything that the fingerprint knows is the same; the counters and answers are not."""
+    fake.impl, fake.geometry = "hopper", "64x128"
+    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[:1], samples[:1]))
+    with ResultStore(tmp_path / "r.jsonl") as store:
+        connect(store).check_kernels(store.records)
+        fake.geometry = ""
+        connect(store).check_kernels(store.records)
+        fake.impl, fake.geometry = "triton", "128x64"
+        with pytest.raises(InputError, match="measured on hopper:64x128, this server runs triton"):
+            connect(store).check_kernels(store.records)
+        connect(store, min_context=300).check_kernels(store.records)
+
+
+def test_a_server_that_was_started_again_is_an_error(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    class Restart(Progress):
+        def step(self, what: str, work: float = 1.0) -> None:
+            super().step(what, work)
+            fake.vote, fake.dense, fake.visited = 0, 0, [0, 0]
+
+    with ResultStore(tmp_path / "r.jsonl") as store:
+        fake.vote = 10_000
+        plan = Plan(POINTS[1:2], samples)
+        with pytest.raises(ServerError, match="the server was started again meanwhile"):
+            run_sweep(connect(store), plan, Restart(0, quiet=True))
+    assert sum(r["kind"] == "sample" for r in read_results(tmp_path / "r.jsonl")) == 1
