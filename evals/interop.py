@@ -1,4 +1,4 @@
-"""Results and samples for other programs: NVIDIA's evaluation, and `vllm bench serve`."""
+"""Results and samples for other programs: NVIDIA's client and evaluation, `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,42 @@ def nvidia_predictions(results: Results, point: Point, length: int, folder: Path
     if not written:
         raise InputError(f"the results hold no answer under {name_of(point)} at {length} tokens")
     return written
+
+
+def nvidia_samples(samples: Sequence[Sample], encoder: PromptEncoder, folder: Path) -> list[Path]:
+    """TASK/validation.jsonl as `long_context_eval/pred/call_api.py --data_dir FOLDER` reads them.
+
+    That client sends text and leaves special tokens to the server's tokenizer. Raises InputError
+    for samples of several lengths, and when no text is read as the sample's ids.
+    """
+    lengths = sorted({sample.length for sample in samples})
+    if len(lengths) != 1:
+        raise InputError(f"NVIDIA's client reads one length at a time, not {lengths}")
+    return [
+        _write(
+            folder / task / "validation.jsonl",
+            [
+                {
+                    "index": sample.index,
+                    "input": _text_with_specials(sample, encoder),
+                    "outputs": list(sample.answers),
+                    "length": len(sample.prompt),
+                }
+                for sample in samples
+                if sample.task == task
+            ],
+        )
+        for task in dict.fromkeys(sample.task for sample in samples)
+    ]
+
+
+def _text_with_specials(sample: Sample, encoder: PromptEncoder) -> str:
+    """With the start token in the text only where the tokenizer does not add one itself."""
+    for ids in (sample.prompt, sample.prompt[1:]):
+        text = encoder.decode(ids)
+        if tuple(encoder.tokenizer.encode(text).ids) == sample.prompt:
+            return text
+    raise InputError(f"sample {sample.id}: no text is read as its tokens; send ids")
 
 
 def prompt_text(sample: Sample, encoder: PromptEncoder) -> str:

@@ -44,6 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_generator_options(generate)
     generate.add_argument("--out", type=Path, required=True, help="file to write (JSON lines)")
+    generate.add_argument(
+        "--nvidia", type=Path, metavar="FOLDER", help="also as text, for NVIDIA's client"
+    )
     run_ = _verb(verbs, "run", "measure samples from a file at thresholds", verb_measure.run)
     run_.add_argument("--samples", type=Path, required=True, help="file of `ruler generate`")
     add_run_options(run_)

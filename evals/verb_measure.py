@@ -41,11 +41,23 @@ def generate(args: argparse.Namespace) -> int:
         count = write_samples(args.out, _samples(args, _suite(args)))
     except OSError as e:
         raise InputError(f"{args.out} cannot be written: {e.strerror}") from e
+    if args.nvidia is not None:
+        _write_for_nvidia(args)
     if args.json:
         print(json.dumps({"samples": count, "file": str(args.out)}))
     else:
         print(f"{count} samples in {args.out}")
     return 0
+
+
+def _write_for_nvidia(args: argparse.Namespace) -> None:
+    from blasst.evals.interop import nvidia_samples
+    from blasst.evals.models import smollm2_folder
+    from blasst.evals.prompts import PromptEncoder
+    from blasst.evals.samples import read_samples
+
+    encoder = PromptEncoder(args.model or smollm2_folder(say), args.prompt_format)
+    nvidia_samples(read_samples(args.out), encoder, args.nvidia)
 
 
 def run(args: argparse.Namespace) -> int:

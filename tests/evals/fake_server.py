@@ -213,7 +213,8 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
         scores: list[Any] = [None, *entry[1:]]
         if "cuts-prompts" in fake.faults:
             scores = scores[10:]
-        return JSONResponse({"choices": [{"text": "x", "prompt_logprobs": scores}]})
+        text = fake.answers.get(tuple(body["prompt"]), " nothing")
+        return JSONResponse({"choices": [{"text": text, "prompt_logprobs": scores}]})
 
 
 async def _stream(fake: Fake, body: dict[str, Any]) -> AsyncIterator[str]:

@@ -1,8 +1,8 @@
-"""NVIDIA's own generators of the package nvidia-long-context-eval, run as they are.
+"""NVIDIA's own programs of the package nvidia-long-context-eval, run as they are.
 
-`PACKAGE_FOLDER OUT TOKENIZER COUNT WORDS TASK:LENGTH...` makes samples, `PACKAGE_FOLDER evaluate
-PREDICTIONS` scores answers. Stand-ins replace what is not installed: NLTK's splitter (our own cut,
-which test_official.py compares with NLTK's), scipy's zeta, tenacity, pandas (prints tables).
+`PACKAGE_FOLDER OUT TOKENIZER COUNT WORDS TASK:LENGTH...` makes samples; `PACKAGE_FOLDER predict
+DATA OUT URL MODEL TASK...` asks a server; `PACKAGE_FOLDER evaluate OUT` scores its answers.
+Stand-ins replace what is not there: NLTK (our cut, as test_official.py), scipy, tenacity, pandas.
 """
 
 from __future__ import annotations
@@ -68,6 +68,24 @@ class Frame:
     def to_csv(self, *args: Any, **kwargs: Any) -> None: ...
 
 
+def predict(package: Path, data: str, out: str, url: str, model: str, *names: str) -> None:
+    """TASK.jsonl with the answers of a server that speaks OpenAI's completions."""
+
+    def decorator(*args: Any, **kwargs: Any) -> Any:
+        return lambda function: function
+
+    waits = ("stop_after_attempt", "wait_random_exponential", "wait_exponential")
+    module("tenacity", retry=decorator, **dict.fromkeys(waits, lambda *a, **k: 0))
+    script = package / "long_context_eval" / "pred" / "call_api.py"
+    sys.path[:0] = [str(script.parent)]
+    for name in names:
+        argv = [script.name, "--data_dir", data, "--save_dir", out, "--task", name]
+        argv += ["--server_type", "generic_oai_server", "--generic_oai_server_mode", "completion"]
+        argv += ["--generic_oai_server_url", url, "--model_name_or_path", model]
+        sys.argv = [*argv, "--temperature", "0", "--threads", "1"]
+        runpy.run_path(str(script), run_name="__main__")
+
+
 def evaluate(package: Path, predictions: str) -> None:
     """Writes per_sample_scores.json beside the predictions."""
     found = types.SimpleNamespace(find=lambda name: name)
@@ -80,6 +98,9 @@ def evaluate(package: Path, predictions: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[2] == "predict":
+        predict(Path(sys.argv[1]), *sys.argv[3:])
+        return
     if sys.argv[2] == "evaluate":
         evaluate(Path(sys.argv[1]), sys.argv[3])
         return
