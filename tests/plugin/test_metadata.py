@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -339,6 +339,16 @@ GROWTH = 2
 """Of that work from 16 requests to 256: numpy's and torch's own loops are all that grows."""
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What a GPU would gather is gathered here: threads that wait for a busy core would be timed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("voting", [0, 1, 4])
 def test_the_hosts_share_of_a_step(voting: int, apart: bool) -> None:
