@@ -341,7 +341,7 @@ GROWTH = 2
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """What a GPU would gather is gathered here: threads that wait for a busy core would be timed."""
+    """What a GPU gathers is gathered here; threads that wait for a busy core would be timed."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
