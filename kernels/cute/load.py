@@ -71,13 +71,70 @@ def load_blocks(
     Thread blocks of a cluster bring a part of the windows each, to all of them.
     Keys beyond the end are 0, but a window without any key gets the request's last one.
     """
+    if cutlass.const_expr(source.box is not None and not config.block_mask):
+        load_small_pages(config, source, smem, ring, tile, place, trace)
+    else:
+        load_each(config, source, smem, ring, tile, place, trace, visits)
+
+
+@cute.jit
+def load_small_pages(
+    config: cutlass.Constexpr[Any],
+    source: Source,
+    smem: cute.Tensor,
+    ring: Ring,
+    tile: Tile,
+    place: tuple[int, Int32, cute.Tensor],
+    trace: Trace,
+) -> None:
+    """All blocks from right to left, in pages that come in one copy each. The lanes read and check
+    the page numbers of several blocks at once: a read for each block takes 1.6% longer."""
+    loader, kv_head, pages = place
+    windows = config.windows // ring.peers
+    first, mask = share_of(ring, windows)
+    parts = [first + share for share in range(loader, windows, config.loaders)]
+    together = cute.arch.WARP_SIZE // config.windows
+    held, ahead = Int32(0), read_many_pages(config, pages, tile, tile.n_blocks - 1)
+    for visit in cutlass.range(tile.n_blocks, unroll=1):
+        n = tile.n_blocks - 1 - visit
+        slot = visit & (together - 1)
+        if slot == 0:
+            held = ahead
+            fault_unless_below(held, cute.size(source.coordinates, mode=[3]))
+            ahead = read_many_pages(config, pages, tile, n - together)
+        # All that needs no empty stage is done before it is awaited.
+        boxes = [(part, page_of(held, slot * config.windows + part)) for part in parts]
+        barrier = ring.acquire(visit)
+        trace.mark(Step.WAIT_EMPTY, visit)
+        stage = smem[None, None, ring.stage(visit)]
+        left = tile.seqlen_k - n * config.tile_n
+        copy_pages(config, source, boxes, (kv_head, left), stage, (barrier, mask))
+        trace.mark(Step.LOAD, visit)
+
+
+def share_of(ring: Ring, windows: int) -> tuple[Any, Any]:
+    """The first of a thread block's windows, and the mask of the cluster that gets them."""
+    if ring.peers == 1:
+        return 0, None
+    return cute.arch.block_in_cluster_idx()[0] * windows, Int16((1 << ring.peers) - 1)
+
+
+@cute.jit
+def load_each(
+    config: cutlass.Constexpr[Any],
+    source: Source,
+    smem: cute.Tensor,
+    ring: Ring,
+    tile: Tile,
+    place: tuple[int, Int32, cute.Tensor | None],
+    trace: Trace,
+    visits: Any,
+) -> None:
+    """As load_blocks, with a read of the page table for each block."""
     loader, kv_head, pages = place
     windows = config.windows // ring.peers
     each_alone = windows if source.box is None else 0
-    first, mask = 0, None
-    if cutlass.const_expr(ring.peers > 1):
-        first = cute.arch.block_in_cluster_idx()[0] * windows
-        mask = Int16((1 << ring.peers) - 1)
+    first, mask = share_of(ring, windows)
     page, next_n = Int32(0), tile.n_blocks - 1
     listed: Any = None
     if cutlass.const_expr(config.block_mask):
@@ -195,4 +252,15 @@ def read_pages(config: cutlass.Constexpr[Any], pages: cute.Tensor, tile: Tile, n
     """Lane i: the page of the i-th window of block n. Entries beyond the keys are not read."""
     part = cutlass.min(cute.arch.lane_idx(), config.windows - 1)
     key = n * config.tile_n + part * config.window
+    return pages[cutlass.max(0, cutlass.min(key, tile.seqlen_k - 1)) // config.page_size]
+
+
+@cute.jit
+def read_many_pages(
+    config: cutlass.Constexpr[Any], pages: cute.Tensor, tile: Tile, n: Int32
+) -> Int32:
+    """The lanes together: as read_pages of block n, then of the blocks to its left, while there
+    are any."""
+    lane = cute.arch.lane_idx()
+    key = (n - lane // config.windows) * config.tile_n + lane % config.windows * config.window
     return pages[cutlass.max(0, cutlass.min(key, tile.seqlen_k - 1)) // config.page_size]

@@ -12,7 +12,7 @@ SMALL_PAGES = (16, 32)
 HIGHEST = {"float16": 15.0, "bfloat16": 80.0}  # of P, in log2 units: float16 ends at 16
 
 # The fastest measured, by head_dim (docs/measurements).
-TUNED: dict[int, dict[str, Any]] = {64: {"key_stages": 4, "value_stages": 3}}
+TUNED: dict[int, dict[str, Any]] = {64: {"key_stages": 5, "value_stages": 4}}
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,9 @@ class Config:
     pack: int = 1
 
     def cluster_for(self, heads_of_a_group: int) -> int:
-        """Two where it measured best: each thread block then issues half of the copies. One with a
-        vote, where a thread block's skips would keep its neighbour waiting, and under a block mask:
-        heads may visit different blocks."""
-        shares = self.whole_rows and not (self.vote or self.block_mask)
+        """Two where it measured best: small pages of narrow heads, of which each thread block then
+        issues half. One under a block mask: heads may visit different blocks."""
+        shares = self.whole_rows and self.head_dim == 64 and not self.block_mask
         return 2 if shares and heads_of_a_group // self.pack % 2 == 0 else 1
 
     @property

@@ -76,6 +76,15 @@ def test_a_lambda_changed_in_place_is_read_by_the_next_launch() -> None:
     assert 0 == skips[0] < skips[1] < skips[2]
 
 
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_page_numbers_are_read_for_several_blocks_at_once(page_size: int) -> None:
+    """A warp holds those of 4 or 8 blocks: of 1 to 11 blocks, with and without a ragged end."""
+    config = replace(VOTING, page_size=page_size)
+    lengths = ((64, 128), (20, 512), (3, 513), (64, 1300))
+    verdict = bench(config).run(hopper.case(config, Shape(lengths, num_heads=1, mag=2500)))
+    assert verdict.ok, "\n".join(verdict.describe())
+
+
 @pytest.mark.parametrize(
     ("dtype", "mag", "skips"),
     [
