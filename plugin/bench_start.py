@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         first, second = Path(name) / "first", Path(name) / "second"
         for what, backend, cache, count in (
             ("stock", "stock", first, 1),
-            ("stock again", "stock", first, 1),
             ("nothing kept", "ours", first, 1),
             ("kernel kept", "ours", first, 1),
             (f"nothing kept, {args.together} at once", "ours", second, args.together),
             (f"kernel kept, {args.together} at once", "ours", second, args.together),
+            ("stock again", "stock", first, 1),
         ):
             found[what] = _starts(args, backend, cache, count)
             args.out.write_text(json.dumps(found, indent=1))
