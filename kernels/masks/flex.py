@@ -32,9 +32,15 @@ def exact_options(head_dim: int) -> dict[str, Any]:
     happened to see first, must not reach the bits.
 
     The backward needs the sum of out * dout over head_dim. As a reduction its order follows from a
-    block size that is timed for every compilation; unrolled it is one chain of additions.
+    block size that is timed for every compilation; unrolled it is one chain of additions, whatever
+    the block. (One block is enough then: each takes seconds to compile.)
     """
-    return {"unroll_reductions_threshold": head_dim + 1, "max_autotune": False}
+    return {
+        "unroll_reductions_threshold": head_dim + 1,
+        "max_autotune": False,
+        "max_autotune_pointwise": False,
+        "triton.autotune_pointwise": False,
+    }
 
 
 def exact_kernel_options() -> dict[str, Any]:
@@ -76,8 +82,10 @@ def _function(x: Inputs, backend: Backend, exact: bool) -> Callable[..., Any]:
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.v))
     model = x.q.shape[2:], x.k.shape[2:], x.softmax_scale
     kind = x.mask.program, backend, x.want_lse, wants_grad, x.q.dtype, model
+    if exact:  # symbolic from the first call on: one program
+        return _compiled(kind, True, x.q.shape[-1])
     if backend == "TRITON":
-        return _compiled(kind, None, x.q.shape[-1] if exact else None)
+        return _compiled(kind, None)
     # FLASH refuses a mask that reads tensors of symbolic size: one compilation for each shape.
     return _compiled((*kind, x.q.shape, x.k.shape), False)
 

@@ -171,13 +171,12 @@ def other_length(length: int, tensors: list[torch.Tensor]) -> None:
     gradients(mask, drawn, torch.bfloat16, lane="exact")
 
 
-@pytest.mark.parametrize("multiple_of", [1, 128])
-def test_exact_lane_keeps_its_bits_when_other_lengths_come(multiple_of: int) -> None:
-    """The first length is compiled for itself; from the second on, sizes are symbolic. Then the
-    same with another length first: what it was compiled for must not matter either."""
-    mask, tensors = problem(multiple_of=multiple_of)
+def test_exact_lane_keeps_its_bits_when_other_lengths_come() -> None:
+    """Lengths after ours and, compiled anew, before it; and without the padding at its end."""
+    mask, tensors = problem()
+    short, _ = problem(multiple_of=1)
     found = []
-    for before, after in (((), (640, 1280, 4096)), ((4097,), ()), ((200,), (100,))):
+    for before, after in (((), (640, 4097)), ((100, 1280), ())):
         flex._compiled.cache_clear()
         torch._dynamo.reset()
         for length in before:
@@ -186,6 +185,11 @@ def test_exact_lane_keeps_its_bits_when_other_lengths_come(multiple_of: int) -> 
         for length in after:
             other_length(length, tensors)
             found.append(gradients(mask, tensors, torch.bfloat16, lane="exact"))
+    rows = short.seqlen_q
+    unpadded = gradients(short, [t[:, :rows] for t in tensors], torch.bfloat16, lane="exact")
+    found.append(
+        [torch.cat([t, full[:, rows:]], 1) for t, full in zip(unpadded, found[0], strict=True)]
+    )
     for again in found[1:]:
         assert [torch.equal(a, b) for a, b in zip(found[0], again, strict=True)] == [True] * 4
 
@@ -225,6 +229,21 @@ def beside(
         t[:, before : before + own] = mine
     got = gradients(mask, drawn, torch.bfloat16, lane="exact")
     return [t[:, before : before + own] for t in got]
+
+
+def test_exact_lane_does_not_see_the_rest_of_a_batch() -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    held = [torch.randn(1, 700, h, 128, generator=generator, device="cuda") for h in (8, 2, 2, 8)]
+    layout = Segments.from_position_ids(torch.arange(700)[None] % 400)
+    results = []
+    for rows in (1, 2, 5):
+        fields = [t.expand(rows, -1).contiguous() for t in vars(layout).values()]
+        mask = bind(shared_prefix() & document(), Segments(*fields), "cuda")
+        rest = [torch.randn(rows - 1, *t.shape[1:], device="cuda") for t in held]
+        drawn = [torch.cat([t, other]) for t, other in zip(held, rest, strict=True)]
+        results.append([t[:1] for t in gradients(mask, drawn, torch.bfloat16, lane="exact")])
+    for other in results[1:]:
+        assert [torch.equal(a, b) for a, b in zip(results[0], other, strict=True)] == [True] * 4
 
 
 @pytest.mark.parametrize("own", [640, 700])
