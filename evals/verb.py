@@ -204,8 +204,8 @@ def _fetch(args: argparse.Namespace) -> int:
     }
     if args.retrieval is not None:
         found["retrieval"] = str(retrieval_folder(say, args.retrieval))
-    if args.json:
-        print(json.dumps(found))
+    lines = (f"{name}: {path}" for name, path in found.items())
+    print(json.dumps(found) if args.json else "\n".join(lines))
     return 0
 
 

@@ -30,9 +30,11 @@ def doctor(args: argparse.Namespace) -> int:
     one_endpoint_of(args)
     encoder = PromptEncoder(args.model or smollm2_folder(say), args.prompt_format)
     draft = tasks()["niah_single_1"].draw(Draw("niah_single_1", 4096, 42, 0, Haystack(())))
-    text = draft.render(max(6, min(args.lengths) // 40))
     with contextlib.closing(Completions(args.url[0], timeout_s=args.timeout)) as client:
         model = client.model(args.served_model)
+        # A prompt that the server takes, also where it is too small for the lengths.
+        length = min([*args.lengths, model.max_model_len or max(args.lengths)])
+        text = draft.render(max(6, length // 40))
         probe = probe_of(encoder, text.user, text.prefix, max(args.lengths))
         findings = examine(client, model, encoder, probe)
     if args.json:

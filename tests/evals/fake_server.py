@@ -196,6 +196,9 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
                 error = {"error": {"message": "text is not read here"}}
                 return JSONResponse(error, status_code=400)
             body["prompt"] = fake.encode(body["prompt"])
+        if len(body["prompt"]) > fake.max_model_len:
+            error = {"error": {"message": "This model's maximum context length is exceeded"}}
+            return JSONResponse(error, status_code=400)
         skip_lambda = fake.admit(body)
         if "ignores-salts" in fake.faults and tuple(body["prompt"]) in fake.known:
             fake.prefix_hits += len(body["prompt"]) // 16 * 16

@@ -77,6 +77,16 @@ def test_too_small_a_server_is_found(
     assert "--max-model-len 4096" in found["max_model_len"].words
 
 
+def test_the_verb_asks_a_server_that_is_too_small_what_it_can_take(
+    fake: Any, fake_url: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.max_model_len = 1024
+    argv = ["ruler", "doctor", "--url", fake_url, "--model", str(tiny_model), "--json"]
+    assert main([*argv, "--lengths", "65536"]) == 1
+    grades = {f["check"]: f["grade"] for f in json.loads(capsys.readouterr().out)}
+    assert [check for check, grade in grades.items() if grade == "fault"] == ["max_model_len"]
+
+
 def test_without_cache_metrics_the_time_tells(
     fake: Any, fake_url: str, encoder: PromptEncoder, probe: Probe
 ) -> None:
