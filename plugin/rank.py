@@ -72,7 +72,7 @@ class Rank:
         self._lambdas: dict[str, float] = {}
         self.generation_seen = 0
         self._unstamped_seen = False
-        self._voted = False
+        self.voted = False  # a row of the step that is being computed did
         self._ended = 0, dict(self.counts)  # copies of the tiles that were begun, and the counts
         self._page = _open_page(folder, shape)
         self._written: object = None
@@ -113,7 +113,7 @@ class Rank:
         What it counts becomes visible with `end_step`. A row of one token is a decode, and so is
         one that verifies draft tokens.
         """
-        self._voted = False
+        self.voted = False
         size = len(lengths)
         if total == size:
             self._step = {"decode_tokens": total}
@@ -147,7 +147,7 @@ class Rank:
         }
         if not rows:
             return None
-        self._voted = True
+        self.voted = True
         decodes = len(longer) == len(rows) and total - vote_tokens == size - len(rows)
         others = None if decodes else lengths.tobytes()
         return Votes(size, tuple(rows), tuple(voting), tuple(keys), lambdas, others)
@@ -156,10 +156,10 @@ class Rank:
         """Count the step of the last `rows`: all of its attention is behind us in the stream."""
         for name, number in self._step.items():
             self.counts[name] += number
-        copies, counts = self._ended[0] + self._voted, dict(self.counts)
-        if self._voted:
+        copies, counts = self._ended[0] + self.voted, dict(self.counts)
+        if self.voted:
             self.counters.start_copy(counts)
-        self._step, self._voted = {}, False
+        self._step, self.voted = {}, False
         self._ended = copies, counts
 
     def flush(self) -> bool:
