@@ -10,20 +10,21 @@ _SLOTS = 32
 """Copies under way at once: more than an engine has steps in its queue, pipelines included."""
 
 _ABSENT = -1
+_ABSENT_BYTE = b"\xff"
 """What each cell of a slot holds until its copy arrives, which is whole; counters are >= 0."""
 
 
 @dataclass
 class _Slot:
-    """One copy on the host: all of `tiles` is there once none of it is _ABSENT. cells: the same
-    memory as a numpy array, which is filled in less time."""
+    """One copy on the host: all of `tiles` is there once none of it is _ABSENT. memory: the same
+    as bytes, which are filled in the least time."""
 
     tiles: torch.Tensor
     number: int = 0
     note: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cells = self.tiles.numpy()
+        self.memory = self.tiles.numpy().data.cast("B")
 
 
 class SkipCounters:
@@ -32,6 +33,7 @@ class SkipCounters:
     def __init__(self, num_layers: int, num_kv_heads: int, device: torch.device | str) -> None:
         self.tiles = torch.zeros(num_layers, num_kv_heads, 2, dtype=torch.int64, device=device)
         self._started = 0
+        self._absent = _ABSENT_BYTE * (self.tiles.numel() * self.tiles.element_size())
         pinned = self.tiles.is_cuda
         self._slots = [
             _Slot(torch.zeros(self.tiles.shape, dtype=torch.int64, pin_memory=pinned))
@@ -50,7 +52,7 @@ class SkipCounters:
         number = self._started + 1
         slot = self._slots[number % _SLOTS]
         slot.number, slot.note = number, note  # whoever reads the older copy sees that it is gone
-        slot.cells.fill(_ABSENT)
+        slot.memory[:] = self._absent
         slot.tiles.copy_(self.tiles, non_blocking=True)
         self._started = number
 
