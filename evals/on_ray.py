@@ -18,6 +18,7 @@ from blasst.evals.scaleout import share_out
 from blasst.evals.sidecar import Sidecar
 from blasst.evals.store import Record, ResultStore
 from blasst.evals.sweep import Group, Plan, announce, count_pending, pending_in, run_group
+from blasst.evals.timebox import work_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,10 @@ def run_on_ray(
                 )
             for record in records:
                 store.append(record)
-                progress.step(f"{group.task} at {group.length}")
+                if record is records[-1]:
+                    progress.step(f"{group.task} at {group.length}", work_of(group.length))
+                else:
+                    progress.note(work_of(group.length))
 
         groups = [g for g in plan.groups() if pending_in(runner, g)]
         with _connected(ray, address):

@@ -39,6 +39,12 @@ class Progress:
             self._clear()
             print(text, file=self._stream, flush=True)
 
+    def note(self, work: float) -> None:
+        """One more is done, and others with it: the last of them is a step, which says so."""
+        with self._lock:
+            self.done += 1
+            self._work_done += work
+
     def step(self, what: str, work: float = 1.0) -> None:
         """One more is done; `what` names it, `work` is its share of the total work."""
         with self._lock:

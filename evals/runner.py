@@ -178,11 +178,12 @@ class Runner:
         self,
         point: Point,
         samples: Sequence[Sample],
-        go_on: Callable[[Sample], bool],
+        go_on: Callable[[Sample, bool], bool],
         keep: Callable[[Record], None],
         which: Pass = "both",
     ) -> bool:
-        """Measure each sample under `point` and `keep` its record, as long as `go_on` says so;
+        """Measure each sample under `point` and `keep` its record, as long as `go_on` (of the
+        sample, and whether it is the last of those that were sent together) says so;
         False when it did not before the last sample was done. The accuracy pass sends them all.
 
         Raises ServerError when the threshold is not in force, changes on the way, or a counter
@@ -199,7 +200,7 @@ class Runner:
             for record in records:
                 keep(record)
             done += len(group)
-            if not all([go_on(sample) for sample in group]):
+            if not all([go_on(sample, sample is group[-1]) for sample in group]):
                 break
         return done == len(samples)
 

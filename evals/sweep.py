@@ -193,8 +193,11 @@ def run_group(
         todo = runner.pending(group.samples, point, group.which)
         what = f"{name_of(point)}, {group.task} at {group.length}"
 
-        def go_on(sample: Sample, what: str = what) -> bool:
-            progress.step(what, work_of(sample.length))
+        def go_on(sample: Sample, last: bool, what: str = what) -> bool:
+            if last:
+                progress.step(what, work_of(sample.length))
+            else:
+                progress.note(work_of(sample.length))
             return latest is None or time.monotonic() < latest
 
         if todo and not runner.run_cell(

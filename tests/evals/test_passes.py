@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,19 @@ def test_nll_of_some_samples_only_and_of_the_rest_later(
     assert all(r["gold_nll"] is not None for r in again.accuracy)
     with pytest.raises(InputError, match="--nll -1"):
         sweep(connect, path, plan, nll=-1)
+
+
+def test_what_was_sent_together_is_said_together(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    """One line after the first of them would take their time for that of one."""
+    said = io.StringIO()
+    with ResultStore(tmp_path / "r.jsonl") as store:
+        plan = Plan(POINTS[:1], samples[:2], chunk=2, timed=0)
+        run_sweep(connect(store, concurrency=2), plan, Progress(0, said))
+    (line,) = said.getvalue().splitlines()
+    assert line.startswith("2/2  dense")
+    assert line.endswith("left about 0:00")
 
 
 def test_an_accuracy_cell_whose_counters_do_not_move_is_an_error(
