@@ -191,18 +191,36 @@ def _load(path: Path) -> Preset:
 
 
 def _from_config(args: argparse.Namespace) -> Preset:
-    """Such a config does not say its kernel's geometry or range: the user must know them."""
-    from blasst.kernels.exchange.presets import Preset, PresetFit, PresetGeometry, curve_of_config
+    """A config of others does not say its kernel's geometry or range: the user must know them."""
+    from blasst.kernels.exchange.presets import (
+        Preset,
+        PresetFit,
+        PresetGeometry,
+        curve_of_config,
+        measured_of_config,
+    )
 
-    if args.geometry is None:
+    config = _object(args.from_config)
+    curve, _ = curve_of_config(config)
+    measured = measured_of_config(config)
+    geometry = None if args.geometry is None else PresetGeometry.parse(args.geometry)
+    if measured is None and geometry is None:
         raise InputError("--from-config needs --geometry, such as hopper:64x128")
-    curve, _ = curve_of_config(_object(args.from_config))
+    if measured and geometry not in (None, measured[0]):
+        raise InputError(
+            f"{args.from_config} was calibrated for {measured[0]}, not for --geometry {geometry}: "
+            "its skip rates would be others; calibrate on that kernel"
+        )
+    known = PresetFit(error=0.0, points=2, low=0.01, high=0.95, lengths=(1,))
+    found, fit = measured or (geometry, known)
+    assert found is not None
     return Preset(
         model=args.model_name or args.from_config.resolve().parent.name,
-        geometry=PresetGeometry.parse(args.geometry),
+        geometry=found,
         curve=curve,
-        fit=PresetFit(error=0.0, points=2, low=0.01, high=0.95, lengths=(1,)),
-        data=f"sparse_attention_config of {args.from_config.name}, not measured here",
+        fit=fit,
+        data=f"sparse_attention_config of {args.from_config.name}"
+        + ("" if measured else ", not measured here"),
     )
 
 

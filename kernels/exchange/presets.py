@@ -17,6 +17,7 @@ SCHEMA = "blasst-preset"
 VERSION = 1
 FORMULA = "a * exp(b * target_sparsity)"
 _ALGORITHM = "skip_softmax"
+_PRODUCER = "blasst"
 
 
 class PresetError(ValueError):
@@ -106,7 +107,11 @@ class Preset:
         return {
             "config_groups": {"group_0": group},
             "threshold_scale_factor": self._factor(),
-            "producer": {"name": "blasst", "geometry": str(self.geometry)},
+            "producer": {
+                "name": _PRODUCER,
+                "geometry": str(self.geometry),
+                "fit": asdict(self.fit) | {"lengths": list(self.fit.lengths)},
+            },
         }
 
     def _factor(self) -> dict[str, Any]:
@@ -121,7 +126,6 @@ def loads(text: str) -> Preset:
             raise PresetError("not a preset of blasst; make one with `blasst ruler calibrate`")
         if body["version"] != VERSION:
             raise PresetError(f"preset version {body['version']!r}; this release reads {VERSION}")
-        fit = body["fit"]
         preset = Preset(
             model=_text(body["model"]),
             geometry=PresetGeometry(
@@ -132,13 +136,7 @@ def loads(text: str) -> Preset:
             curve=SparsityCurve(
                 finite_number(body["curve"]["a"]), finite_number(body["curve"]["b"])
             ),
-            fit=PresetFit(
-                finite_number(fit["error"]),
-                _whole(fit["points"]),
-                finite_number(fit["low"]),
-                finite_number(fit["high"]),
-                tuple(_whole(length) for length in fit["lengths"]),
-            ),
+            fit=_fit(body["fit"]),
             data=_text(body["data"]),
             versions={str(k): _text(v) for k, v in body["versions"].items()},
         )
@@ -179,6 +177,29 @@ def curve_of_config(config: Mapping[str, Any]) -> tuple[SparsityCurve, float | N
         return curve, None if target is None else finite_number(target)
     except (KeyError, TypeError, AttributeError, ThresholdError) as e:
         raise PresetError(f"threshold_scale_factor for prefill cannot be read: {e!r}") from e
+
+
+def measured_of_config(config: Mapping[str, Any]) -> tuple[PresetGeometry, PresetFit] | None:
+    """What sparse_attention_config() put beside the curve; None in one that others made. Raises
+    PresetError."""
+    section = config.get("sparse_attention_config", config)
+    producer = section.get("producer") if isinstance(section, Mapping) else None
+    if not isinstance(producer, Mapping) or producer.get("name") != _PRODUCER:
+        return None
+    try:
+        return PresetGeometry.parse(_text(producer["geometry"])), _fit(producer["fit"])
+    except (KeyError, TypeError) as e:
+        raise PresetError(f"the producer in sparse_attention_config cannot be read: {e!r}") from e
+
+
+def _fit(fit: Mapping[str, Any]) -> PresetFit:
+    return PresetFit(
+        finite_number(fit["error"]),
+        _whole(fit["points"]),
+        finite_number(fit["low"]),
+        finite_number(fit["high"]),
+        tuple(_whole(length) for length in fit["lengths"]),
+    )
 
 
 def _text(value: object) -> str:

@@ -147,8 +147,16 @@ def test_the_verb_writes_a_preset_and_converts_it(
     assert body["model_type"] == "llama"
     assert curve_of_config(body) == (preset.curve, 0.5)
     back = ["ruler", "preset", str(tmp_path / "b.json"), "--from-config", str(config)]
+    back += ["--model-name", "fake-model"]
+    assert main([*back, "--geometry", "hopper:64x128"]) == 2
+    assert "calibrated for cpu:128x128, not for --geometry hopper" in capsys.readouterr().err
+    assert main(back) == 0
+    again = loads((tmp_path / "b.json").read_text())
+    assert (again.curve, again.geometry, again.fit) == (preset.curve, preset.geometry, preset.fit)
+    del body["sparse_attention_config"]["producer"]  # as others write it
+    config.write_text(json.dumps(body))
     assert main(back) == 2
-    assert main([*back, "--geometry", "cpu:128x128", "--model-name", "fake-model"]) == 0
+    assert main([*back, "--geometry", "cpu:128x128"]) == 0
     assert loads((tmp_path / "b.json").read_text()).curve == preset.curve
     assert main(["ruler", "preset", str(out), "--target", "0.999"]) == 2
     assert "outside" in capsys.readouterr().err
