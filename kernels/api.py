@@ -6,6 +6,7 @@ import torch
 
 from blasst.kernels.call import check_call
 from blasst.kernels.dispatch import AUTO, choose, implementation
+from blasst.kernels.errors import InvalidInputError
 from blasst.kernels.support import own_geometry
 from blasst.kernels.types import AttentionSpec, PagedKV, RaggedKV
 
@@ -36,6 +37,8 @@ def prefill_attention(
     InvalidInputError (ValueError) or UnsupportedError with every reason, before any work.
     """
     call = check_call(q, kv, cu_seqlens_q, spec, skip_lambda, out, counters)
+    if not isinstance(impl, str):
+        raise InvalidInputError([f"impl is {type(impl).__name__}, it must be a name"])
     choice = choose(call.problem, impl)
     call = call.voting(own_geometry(call.problem, choice.impl))
     if out is None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Real
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from blasst.kernels.errors import InvalidInputError
+from blasst.kernels.overlap import overlaps_itself, share_memory
 from blasst.kernels.threshold import ThresholdError, lambda_to_log2
 from blasst.kernels.types import AttentionSpec, BlockMask, Geometry, PagedKV, Problem, RaggedKV
+
+SCALES = (2.0**-100, 2.0**100)
+"""Of scores: a little beyond, float32 holds no product of it."""
 
 
 class Request(NamedTuple):
@@ -74,7 +79,10 @@ def check_call(
     counters: torch.Tensor | None,
 ) -> Call:
     """The checked call. Raises InvalidInputError with every reason."""
-    reasons = [*_tensor_reasons(q, kv, cu_seqlens_q), *_out_reasons(q, out)]
+    reasons = list(_kind_reasons(q, kv, cu_seqlens_q, spec, skip_lambda, out, counters))
+    if reasons:
+        raise InvalidInputError(reasons)
+    reasons += [*_tensor_reasons(q, kv, cu_seqlens_q), *_out_reasons(q, kv, out)]
     if reasons:
         raise InvalidInputError(reasons)
     batch = cu_seqlens_q.numel() - 1
@@ -85,9 +93,12 @@ def check_call(
     log2_lambda, lambda_reasons = _log2_lambdas(skip_lambda, batch, q.device)
     reasons += lambda_reasons
     reasons += counter_reasons(counters, kv.k.shape[-2], q.device)
-    scale = spec.softmax_scale if spec.softmax_scale is not None else q.shape[-1] ** -0.5
-    if not 0.0 < scale < float("inf"):
-        reasons.append(f"softmax_scale {scale} must be a finite number > 0")
+    scale = float(q.shape[-1] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale)
+    if not SCALES[0] <= scale <= SCALES[1]:
+        reasons.append(
+            f"softmax_scale {scale} must be a finite number > 0, "
+            f"from {SCALES[0]:.1g} to {SCALES[1]:.1g}"
+        )
     if not reasons:
         requests = tuple(
             Request(i, ends[i], ends[i + 1] - ends[i], seqlens_k[i]) for i in range(batch)
@@ -100,6 +111,54 @@ def check_call(
     return Call(
         q, kv, cu_seqlens_q, skip_lambda, requests, spec, scale, log2_lambda, problem, geometry
     )
+
+
+def _kind_reasons(
+    q: object,
+    kv: object,
+    cu_seqlens_q: object,
+    spec: object,
+    skip_lambda: object,
+    out: object,
+    counters: object,
+) -> Iterator[str]:
+    """Of what a thing is; what follows may rely on it."""
+    named = {"q": q, "cu_seqlens_q": cu_seqlens_q}
+    if isinstance(kv, PagedKV | RaggedKV):
+        named |= vars(kv)
+    else:
+        yield f"kv is {type(kv).__name__}, it must be PagedKV or RaggedKV"
+    optional = {"skip_lambda": skip_lambda, "out": out, "counters": counters}
+    named |= {name: t for name, t in optional.items() if t is not None}
+    if isinstance(spec, AttentionSpec):
+        yield from _spec_reasons(vars(spec))
+        if isinstance(spec.block_mask, BlockMask):
+            lists = vars(spec.block_mask)
+            named |= {f"block_mask.{name}": t for name, t in lists.items() if name != "mask_mod"}
+    else:
+        yield f"spec is {type(spec).__name__}, it must be AttentionSpec"
+    for name, t in named.items():
+        if not isinstance(t, torch.Tensor):
+            yield f"{name} is {type(t).__name__}, it must be a tensor"
+        elif t.layout != torch.strided or t.is_neg() or t.is_conj():
+            how = t.layout if t.layout != torch.strided else "a view that changes values when read"
+            yield f"{name} is {how}, it must be an ordinary dense tensor"
+    if isinstance(q, torch.Tensor) and q.device.type not in ("cpu", "cuda"):
+        yield f"q is on {q.device}, attention runs on cpu and cuda"
+
+
+def _spec_reasons(spec: Mapping[str, object]) -> Iterator[str]:
+    scale, geometry, mask = spec["softmax_scale"], spec["geometry"], spec["block_mask"]
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+        yield f"softmax_scale is {type(scale).__name__}, it must be a number or None"
+    if not isinstance(spec["causal"], bool):
+        yield f"causal is {spec['causal']!r}, it must be True or False"
+    if geometry is not None and not isinstance(geometry, Geometry):
+        yield f"geometry is {type(geometry).__name__}, it must be Geometry or None"
+    if mask is not None and not isinstance(mask, BlockMask):
+        yield f"block_mask is {type(mask).__name__}, it must be BlockMask or None"
+    elif mask is not None and not callable(vars(mask)["mask_mod"]):
+        yield "block_mask.mask_mod must be a function"
 
 
 def _problem(
@@ -126,7 +185,7 @@ def _problem(
 def _tensor_reasons(
     q: torch.Tensor, kv: PagedKV | RaggedKV, cu_seqlens_q: torch.Tensor
 ) -> Iterator[str]:
-    if q.dim() != 3:
+    if q.dim() != 3 or 0 in q.shape[1:]:
         yield f"q has shape {_shape(q)}, it must be [total_q, num_heads, head_dim]"
     rank, form = (
         (4, "[num_pages, page_size, num_kv_heads, head_dim]")
@@ -165,6 +224,13 @@ def _int32_reasons(
         yield f"{name} has dtype {t.dtype}, it must be int32"
     if t.device != device:
         yield f"{name} is on {t.device}, q on {device}; they must be on one device"
+    yield from _spread_reasons(name, t)
+
+
+def _spread_reasons(name: str, t: torch.Tensor) -> Iterator[str]:
+    """Kernels read rows of numbers one after the other, whatever the strides say."""
+    if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
+        yield f"{name} has stride {t.stride(-1)}, its numbers must follow one another"
 
 
 def _cumulative_reasons(name: str, ends: Sequence[int], total: int) -> Iterator[str]:
@@ -224,23 +290,40 @@ def _log2_lambdas(
         reasons.append(f"skip_lambda has dtype {skip_lambda.dtype}, it must be float32 or float64")
     if skip_lambda.device != device:
         reasons.append(f"skip_lambda is on {skip_lambda.device}, q on {device}")
+    reasons += _spread_reasons("skip_lambda", skip_lambda)
     if reasons:
         return None, reasons
     log2_lambda = []
-    for i, value in enumerate(skip_lambda.tolist()):
+    pairs = zip(skip_lambda.tolist(), skip_lambda.float().tolist(), strict=True)
+    for i, (value, single) in enumerate(pairs):
         try:
             log2_lambda.append(lambda_to_log2(value))
         except ThresholdError as e:
             reasons.append(f"skip_lambda[{i}]: {e}")
+            continue
+        if single >= 1.0:
+            reasons.append(
+                f"skip_lambda[{i}]: lambda {value!r} is 1 in float32, as kernels read it"
+            )
     return tuple(log2_lambda), reasons
 
 
-def _out_reasons(q: torch.Tensor, out: torch.Tensor | None) -> Iterator[str]:
-    if out is not None and (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+def _out_reasons(
+    q: torch.Tensor, kv: PagedKV | RaggedKV, out: torch.Tensor | None
+) -> Iterator[str]:
+    if out is None:
+        return
+    if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
         yield (
             f"out is {out.dtype} {_shape(out)} on {out.device}, it must be like q: "
             f"{q.dtype} {_shape(q)} on {q.device}"
         )
+        return
+    if overlaps_itself(out):
+        yield f"out has strides {out.stride()}: some of its elements may share memory"
+    for name, t in (("q", q), ("k", kv.k), ("v", kv.v)):
+        if t.device == out.device and share_memory(out, t):
+            yield f"out shares memory with {name}, which is read while out is written"
 
 
 def counter_reasons(
@@ -254,6 +337,8 @@ def counter_reasons(
             f"counters is {counters.dtype} {_shape(counters)}, it must be int64 "
             f"[{num_kv_heads}, 2] (visited, skipped)"
         )
+    elif not counters.is_contiguous():
+        yield f"counters has strides {counters.stride()}, it must be contiguous"
     if counters.device != device:
         yield f"counters is on {counters.device}, q on {device}; they must be on one device"
 
@@ -266,11 +351,14 @@ def _block_mask_reasons(
         return
     tile_m = (spec.geometry or Geometry()).tile_m
     m_blocks = max((-(-r.seqlen_q // tile_m) for r in requests), default=0)
+    readable = True
     for kind, counts, indices in _lists(mask):
         if counts.dtype != torch.int32 or indices.dtype != torch.int32:
             yield f"block_mask {kind} lists are {counts.dtype} and {indices.dtype}, must be int32"
         if counts.device != device or indices.device != device:
-            yield f"block_mask {kind} lists are on {counts.device}, q on {device}"
+            where = f"{counts.device} and {indices.device}"
+            yield f"block_mask {kind} lists are on {where}, q on {device}"
+            readable = False
         if counts.dim() != 3 or indices.dim() != 4 or indices.shape[:3] != counts.shape:
             yield (
                 f"block_mask {kind} lists have shapes {_shape(counts)} and {_shape(indices)}, must "
@@ -283,7 +371,8 @@ def _block_mask_reasons(
                 f"block_mask {kind} counts have shape {_shape(counts)}, the call needs "
                 f"[{len(requests)} or 1, {num_heads} or 1, at least {m_blocks}]"
             )
-    yield from _value_reasons(mask)
+    if readable:
+        yield from _value_reasons(mask)
 
 
 _CHECKED: WeakKeyDictionary[BlockMask, tuple[str, ...]] = WeakKeyDictionary()

@@ -13,6 +13,9 @@ from blasst.kernels.types import Geometry, Impl, Problem
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 
+MAX_GRID = 65535
+"""Thread blocks along the second and third dimension of a grid: CUDA's limit."""
+
 _INSTALL = "install blasst[cuda]"
 
 
@@ -52,6 +55,17 @@ def packing_reasons(problem: Problem) -> list[str]:
     if problem.block_mask:
         reasons.append(f"the lists of a block mask are of one head, not of {heads} together")
     return reasons
+
+
+def grid_reasons(tiles: int, slots: int) -> list[str]:
+    """Why CUDA cannot start so many thread blocks; empty: it can. tiles: of the longest request;
+    slots: requests * kv heads."""
+    named = {"tiles of the longest request": tiles, "requests times kv heads": slots}
+    return [
+        f"{count} {name} are more than the {MAX_GRID} that one launch takes; split the batch"
+        for name, count in named.items()
+        if count > MAX_GRID
+    ]
 
 
 def _common(problem: Problem) -> list[str]:

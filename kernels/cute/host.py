@@ -11,8 +11,10 @@ import torch
 from blasst.kernels.block_lists import GroupLists
 from blasst.kernels.call import Call
 from blasst.kernels.errors import UnsupportedError
+from blasst.kernels.support import grid_reasons
 from blasst.kernels.types import LOG2_E, Geometry, PagedKV, Problem, RaggedKV
 
+SMALLEST_TILE = 64  # query rows
 COPY_BYTES = 16  # the copy engine's unit: addresses and strides are multiples of it
 
 
@@ -65,10 +67,15 @@ class Inputs:
             "block_mask": self.lists is not None,
         }
 
+    def grid_reasons(self) -> list[str]:
+        """As support.grid_reasons; for the smallest tile that there is."""
+        tiles = -(-self.max_seqlen_q * self.pack // SMALLEST_TILE)
+        return grid_reasons(tiles, self.kv.k.shape[-2] * (self.cu_seqlens_q.numel() - 1))
+
     def start(self, reasons: list[str], compiled: Callable[[], Any]) -> torch.Tensor:
         """Starts the kernel, returns lse. Raises UnsupportedError when there are reasons."""
         named = {"q": self.q, "k": self.kv.k, "v": self.kv.v, "out": self.out}
-        reasons = [*reasons, *layout_reasons(named)]
+        reasons = [*reasons, *layout_reasons(named), *self.grid_reasons()]
         if reasons:
             raise UnsupportedError(reasons)
         q, kv, vote = self.q, self.kv, self.skip_lambda is not None

@@ -269,7 +269,8 @@ def prefill_kernel(
     d = tl.arange(0, HEAD_DIM)
     row_exists = row < seqlen_q
     at_row = (q_start + row).to(tl.int64)
-    at_q = Q + at_row * stride_q[0] + head * stride_q[1]
+    head_64, kv_head_64 = head.to(tl.int64), kv_head.to(tl.int64)
+    at_q = Q + at_row * stride_q[0] + head_64 * stride_q[1]
     q = tl.load(at_q[:, None] + d[None, :] * stride_q[2], mask=row_exists[:, None], other=0.0)
 
     # Keys that any row of the tile sees, and those that all of its rows see.
@@ -287,7 +288,7 @@ def prefill_kernel(
     if VOTE:
         log2_lambda = _log2_or_ninf(tl.load(SkipLambda + request).to(tl.float32))
     keys = (
-        K + kv_head * stride_k[2], V + kv_head * stride_v[2],
+        K + kv_head_64 * stride_k[2], V + kv_head_64 * stride_v[2],
         PageTable + request.to(tl.int64) * stride_table, key_start, seqlen_k, stride_k, stride_v,
     )  # fmt: skip
     boxes = (KBoxes, VBoxes, kv_head)
@@ -323,13 +324,13 @@ def prefill_kernel(
 
     out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw nothing: 0
     lse = (row_max * scale_log2 + _log2_or_ninf(row_sum)) * 0.6931471805599453
-    at_out = Out + at_row * stride_out[0] + head * stride_out[1]
+    at_out = Out + at_row * stride_out[0] + head_64 * stride_out[1]
     tl.store(
         at_out[:, None] + d[None, :] * stride_out[2],
         out.to(Out.dtype.element_ty),
         mask=row_exists[:, None],
     )
-    tl.store(Lse + head.to(tl.int64) * stride_lse + at_row, lse, mask=row_exists)
+    tl.store(Lse + head_64 * stride_lse + at_row, lse, mask=row_exists)
     if COUNT:
         tl.atomic_add(Counters + kv_head * 2, n_blocks.to(tl.int64))
         tl.atomic_add(Counters + kv_head * 2 + 1, skipped.to(tl.int64))

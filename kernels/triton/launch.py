@@ -8,6 +8,8 @@ import torch
 
 from blasst.kernels.block_lists import WORD, BlockLists, block_lists
 from blasst.kernels.call import Call
+from blasst.kernels.errors import UnsupportedError
+from blasst.kernels.support import grid_reasons
 from blasst.kernels.triton.config import (
     MIN_SHARED_MEMORY,
     Config,
@@ -50,6 +52,8 @@ def prefill(
     grid = (num_heads // num_kv_heads, m_blocks, num_kv_heads * (cu_seqlens_q.numel() - 1))
     if 0 in grid:
         return lse
+    if reasons := grid_reasons(*grid[1:]):
+        raise UnsupportedError(reasons)
     page, lengths, table, stride_k, stride_v = _key_layout(kv)
     config = config or config_of(q, geometry, paged=page > 0, lists=lists is not None)
     k_boxes, v_boxes = boxes_of(kv, geometry.tile_n) if config.boxes else (None, None)

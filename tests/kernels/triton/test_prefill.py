@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -178,3 +179,26 @@ def test_rows_that_see_nan_or_infinity_and_no_others_are_not_finite(
     seen = rows >= bad if where == "k" else rows == bad
     assert torch.equal(out.isfinite().all(-1)[:, 0], ~seen)
     assert torch.equal(lse[0].isfinite(), ~seen)
+
+
+def test_heads_may_be_further_apart_than_32_bits_count(make_case: Make) -> None:
+    """[heads, rows, head_dim] of a long batch: the last head begins 2 ** 31 elements on. The memory
+    before it is there too, so that a wrong product reads zeros and not what is not ours."""
+    case, near = make_case(seqlens_q=(4,), seqlens_k=(4,), num_heads=5, num_kv_heads=5)
+    step, start = 1 << 29, 1 << 31
+    elements = start + 5 * step
+    if near.q.is_cuda:
+        memory = torch.zeros(elements, dtype=near.q.dtype, device="cuda")
+    else:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE of Linux
+        memory = torch.frombuffer(mmap.mmap(-1, 2 * elements, flags), dtype=near.q.dtype)
+    far = [memory.as_strided((4, 5, 64), (64, step, 1), start + 1024 * i) for i in range(4)]
+    for to, t in zip(far, (near.q, near.k, near.v), strict=False):
+        to.copy_(t)
+    where = {"max_seqlen_q": 4, "softmax_scale": 0.125, "causal": True, "geometry": case.geometry}
+    expected = torch.empty_like(near.q)
+    ends = near.cu_seqlens_q
+    prefill(near.q, near.ragged, ends, expected, skip_lambda=None, counters=None, **where)
+    q, k, v, out = far
+    prefill(q, RaggedKV(k, v, ends), ends, out, skip_lambda=None, counters=None, **where)
+    assert torch.equal(out, expected)
