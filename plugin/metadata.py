@@ -31,16 +31,16 @@ FEW = 64
 
 # What is made in every step is a tuple: a frozen dataclass takes many times as long to make.
 class Votes(NamedTuple):
-    """Rows of a batch of `size` that vote, ascending; of each its tokens, its keys with those of
-    its tokens, and its lambda.
+    """Rows of a batch of `size` that vote, ascending; the tokens and the lambda of each.
 
+    computed: of all rows of the batch, tokens of their requests before it; it may be longer.
     others: tokens of all rows, int32 as bytes; None when each of the other rows has one.
     """
 
     size: int
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    keys: tuple[int, ...]
+    computed: np.ndarray[Any, Any]
     lambdas: list[float]
     others: bytes | None = None
 
@@ -182,7 +182,7 @@ class Splitter:
         # A view keeps its storage, so what is found at its address is the same tensor.
         if places != self._places or len(self._layouts) == KEPT:
             self._places, self._layouts = places, {}
-        size, rows, lengths, _, _, others = votes
+        size, rows, lengths, _, lambdas, others = votes
         # Behind decodes alone (vLLM's newer runner) any number of tokens may vote.
         behind = others is None and rows[0] + len(rows) == size
         key = (rows[0], size) if behind else (size, rows, lengths, others)
@@ -190,13 +190,13 @@ class Splitter:
         if layout is None:
             layout = self._layouts[key] = self._lay_out(common, votes)
         chosen, begin, cu_seqlens_q, page_table, seqlens_k, rests = layout
-        skip_lambda, log2_lambda = self._lambdas.load(votes.lambdas)
+        skip_lambda, log2_lambda = self._lambdas.load(lambdas)
         stock = []
         for rest in rests:
             # A bound, by which FlashAttention splits keys of few rows.
             changing = {"max_seq_len": common.max_seq_len}
             if rest.few or rest.apart:
-                self._change(changing, common, rest)
+                self._change(changing, common, votes, rest)
             stock.append((rest, narrow(rest, changing)))
         return Split(
             chosen,
@@ -208,8 +208,10 @@ class Splitter:
             tuple(stock),
         )
 
-    def _change(self, fields: dict[str, Any], common: Any, rest: Rest) -> None:
-        if rest.few:
+    def _change(self, fields: dict[str, Any], common: Any, votes: Votes, rest: Rest) -> None:
+        if rest.few and votes.others is None:  # vLLM's tensor takes longer to read
+            fields["max_seq_len"] = max(votes.computed[rest.host_rows].tolist()) + 1
+        elif rest.few:
             keys = getattr(common, self._host_keys).numpy()
             fields["max_seq_len"] = int(np.maximum.reduce(keys[rest.host_rows]))
         if rest.apart:
@@ -276,9 +278,10 @@ class Splitter:
 
 
 def _batch(begin: int, votes: Votes, log2_lambda: tuple[float, ...]) -> Batch:
-    requests = []
-    for i, length in enumerate(votes.lengths):
-        requests.append(Request(i, begin, length, votes.keys[i]))
+    requests: list[Request] = []
+    for row, length in zip(votes.rows, votes.lengths, strict=True):
+        keys = votes.computed.item(row) + length
+        requests.append(Request(len(requests), begin, length, keys))
         begin += length
     return Batch(tuple(requests), log2_lambda)
 

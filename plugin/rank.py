@@ -120,7 +120,6 @@ class Rank:
             return None
         rows: list[int] = []
         voting: list[int] = []
-        keys: list[int] = []
         lambdas: list[float] = []
         dense = dense_tokens = 0
         longer = _longer(lengths, total)
@@ -135,7 +134,6 @@ class Rank:
             else:
                 rows.append(row)
                 voting.append(n)
-                keys.append(computed.item(row) + n)
                 lambdas.append(skip_lambda)
         vote_tokens = sum(voting)
         self._step = {
@@ -150,7 +148,7 @@ class Rank:
         self.voted = True
         decodes = len(longer) == len(rows) and total - vote_tokens == size - len(rows)
         others = None if decodes else lengths.tobytes()
-        return Votes(size, tuple(rows), tuple(voting), tuple(keys), lambdas, others)
+        return Votes(size, tuple(rows), tuple(voting), computed, lambdas, others)
 
     def end_step(self) -> None:
         """Count the step of the last `rows`: all of its attention is behind us in the stream."""

@@ -34,7 +34,7 @@ def test_model_runner_v2_tells_who_sits_in_which_row(
     run_script: Script, release: dict[str, str]
 ) -> None:
     found = run_script("runner_v2.py", release)
-    assert found["rows"] == [[3, [1], [57], [0.5]]]
+    assert found["rows"] == [[3, [1], [40, 50, 60], [0.5]]]
     assert found["after"]
     assert found["calls_prepare"]
     assert found["sets_up"]

@@ -81,7 +81,7 @@ def votes_of(common: Common, lambdas: Sequence[float | None]) -> Votes:
         len(lambdas),
         tuple(rows),
         tuple(lengths[rows].tolist()),
-        tuple(common.seq_lens_cpu_upper_bound[rows].tolist()),
+        common.seq_lens_cpu_upper_bound[: len(lambdas)].numpy() - lengths,
         [v for v in lambdas if v is not None],
         None if set(others) <= {1} else lengths.tobytes(),
     )

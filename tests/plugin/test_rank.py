@@ -37,7 +37,7 @@ def step(rank: Rank, tokens: dict[str, int], drafts: tuple[str, ...] = ()) -> An
         return None
     assert votes.size == len(tokens)
     assert list(votes.lengths) == lengths[list(votes.rows)].tolist()
-    assert list(votes.keys) == (computed + lengths)[list(votes.rows)].tolist()
+    assert votes.computed is computed
     others = [n for row, n in enumerate(lengths.tolist()) if row not in votes.rows]
     assert votes.others == (None if set(others) <= {1} else lengths.tobytes())
     found = dict(zip(votes.rows, votes.lambdas, strict=True))
@@ -149,9 +149,7 @@ class Runner:
             self.prepare(scheduler_output, tokens)
         votes = request_tap.current_votes()
         self.seen = votes and dict(zip(votes.rows, votes.lambdas, strict=True))
-        assert votes is None or list(votes.keys) == [
-            10 * (row + 1) + n for row, n in zip(votes.rows, votes.lengths, strict=True)
-        ]
+        assert votes is None or votes.computed[1] == 20
         if self.seen == {0: 0.25}:
             raise RuntimeError("the model failed")
         return "output"

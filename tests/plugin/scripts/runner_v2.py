@@ -55,7 +55,7 @@ def main() -> None:
         self.prepare_inputs(scheduler_output, None)
         votes = request_tap.current_votes()
         assert votes is not None
-        seen.append([votes.size, votes.rows, votes.keys, votes.lambdas])
+        seen.append([votes.size, votes.rows, votes.computed.tolist(), votes.lambdas])
 
     runner_class.prepare_inputs = prepare_inputs
     runner_class.execute_model = execute_model
