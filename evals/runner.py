@@ -17,9 +17,11 @@ from blasst.evals.samples import Sample
 from blasst.evals.sidecar import Counters, Setting, Sidecar
 from blasst.evals.store import Record, Store
 from blasst.evals.tasks import task_named
-from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, name_of
+from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, name_of, point_of
 
 RECORD_VERSION = 2
+_REASON = "RULER sweep, "
+"""Begins the reason of a threshold that a sweep sets; of one that it puts back it does not."""
 Pass = Literal["both", "accuracy", "ttft"]
 """accuracy: answers and gold NLL, many requests at once. ttft: the first token, one at a time.
 both: one at a time, time and answer of the same request."""
@@ -206,7 +208,7 @@ class Runner:
 
     def activate(self, point: Point, sample: Sample) -> Setting:
         """Set the threshold, send one short probe, and check generation and counters."""
-        reason = f"RULER sweep, {name_of(point)}"
+        reason = _REASON + name_of(point)
         self._set = None
         setting = self.sidecar.put(point, min_context=self.min_context, reason=reason)
         self._set = setting.generation
@@ -229,6 +231,32 @@ class Runner:
             reason="RULER sweep over",
             schedule=self.initial.schedule,
         )
+
+    def before(self) -> dict[str, Any]:
+        """What restore() puts back, for the plan."""
+        key = key_of(self.initial.threshold)
+        schedule = [dict(step) for step in self.initial.schedule]
+        return {"threshold": key, "min_context": self.initial.min_context, "schedule": schedule}
+
+    def recover(self) -> str:
+        """After a sweep that was killed: restore() puts back what that one found, not what it left.
+        A line that says so; empty where there was none."""
+        if not self.initial.reason.startswith(_REASON):
+            return ""
+        left = (
+            f"a sweep that was killed left {name_of(self.initial.threshold)} at {self.sidecar.url}"
+        )
+        for plan in reversed(self.store.records):
+            if (found := plan.get("before", {}).get(self.sidecar.url)) is not None:
+                self.initial = Setting(
+                    generation=self.initial.generation,
+                    threshold=point_of(found["threshold"]),
+                    min_context=found["min_context"],
+                    converged=self.initial.converged,
+                    schedule=tuple(found["schedule"]),
+                )
+                return f"{left}; what was there before it is put back at the end"
+        return f"{left}, and these results do not say what was before: see `blasst threshold`"
 
     def budget(self, sample: Sample) -> int:
         """Answer tokens at most."""

@@ -39,7 +39,7 @@ def run_everywhere(runners: Sequence[Runner], plan: Plan, progress: Progress) ->
             f"{differ[0]} serves another model, version or setting than {first.client.url}; one "
             "sweep needs equal servers"
         )
-    pending = announce(first, plan, progress)
+    pending = announce(first, plan, progress, others=runners[1:])
     if not pending:
         return 0
 

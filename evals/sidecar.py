@@ -26,13 +26,15 @@ Layers = dict[int, tuple[int, int]]
 @dataclass(frozen=True)
 class Setting:
     """The threshold that the deployment wants (None = dense), and whether it is in force.
-    schedule: its steps as a PUT takes them, if it has a threshold for each prompt length."""
+    schedule: its steps as a PUT takes them, if it has a threshold for each prompt length. reason:
+    of whoever set it."""
 
     generation: int
     threshold: SkipThreshold | None
     min_context: int | None
     converged: bool
     schedule: tuple[Mapping[str, Any], ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,7 @@ def _setting(body: Mapping[str, Any]) -> Setting:
         min_context=body.get("min_context"),
         converged=bool(body["converged"]),
         schedule=tuple(_step(step) for step in body.get("schedule") or ()),
+        reason=str(body.get("reason") or ""),
     )
 
 

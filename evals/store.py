@@ -21,6 +21,8 @@ Record = dict[str, Any]
 class Store(Protocol):
     """Where a runner keeps records and looks for those that are there."""
 
+    records: list[Record]
+
     def __contains__(self, key: str) -> bool: ...
 
     def append(self, record: Record) -> None: ...

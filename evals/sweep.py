@@ -114,12 +114,23 @@ def run_sweep(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | Non
     return pending - count_pending(runner, plan)
 
 
-def announce(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | None = None) -> int:
+def announce(
+    runner: Runner,
+    plan: Plan,
+    progress: Progress,
+    box: TimeBox | None = None,
+    others: Sequence[Runner] = (),
+) -> int:
     """Check that the plan can run, write it down, set the progress; how much there is to do."""
+    killed = [(r, words) for r in (runner, *others) if (words := r.recover())]
+    for _, words in killed:
+        progress.say(words)
     runner.check_length(max(max(plan.lengths()), max(sample.need for sample in plan.samples)))
     pending = count_pending(runner, plan)
     if not pending:
         progress.say("everything is measured already")
+        for other, _ in killed:
+            other.restore()
         return 0
     prompts = [len(sample.prompt) for sample in plan.samples]
     runner.check_in_force(plan.points, max(prompts))
@@ -132,7 +143,8 @@ def announce(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | None
     total = len(plan.measurements()) * len(plan.points)
     if pending < total:
         progress.say(f"resuming: {total - pending} of {total} measurements are there already")
-    runner.store.append(_plan_record(runner, plan))
+    before = {r.sidecar.url: r.before() for r in (runner, *others)}
+    runner.store.append(_plan_record(runner, plan) | {"before": before})
     work = sum(
         work_of(sample.length)
         for point in plan.points

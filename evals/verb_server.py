@@ -152,6 +152,9 @@ def _calibrate_server(
 class _Nowhere:
     """Calibration keeps no records."""
 
+    def __init__(self) -> None:
+        self.records: list[dict[str, object]] = []
+
     def __contains__(self, key: str) -> bool:
         return False
 

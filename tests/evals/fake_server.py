@@ -134,6 +134,7 @@ class Fake:
             "min_context": self.min_context,
             "converged": "never-converges" not in self.faults,
             "front_ends": [],
+            "reason": self.puts[-1].get("reason", "") if self.puts else "",
         }
 
     def metrics(self) -> str:

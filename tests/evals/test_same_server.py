@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,37 @@ def test_a_server_that_was_started_again_is_an_error(
         with pytest.raises(ServerError, match="the server was started again meanwhile"):
             run_sweep(connect(store), plan, Restart(0, quiet=True))
     assert sum(r["kind"] == "sample" for r in read_results(tmp_path / "r.jsonl")) == 1
+
+
+@pytest.mark.parametrize("left", ["half", "all"])
+def test_what_a_killed_sweep_left_is_not_what_is_put_back(
+    left: str, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    path, plan = tmp_path / "r.jsonl", Plan(POINTS, samples[:2])
+    fake.threshold, fake.min_context = {"unit": "mag", "value": 9000.0}, 600
+    with ResultStore(path) as store:
+        runner = connect(store, min_context=500)
+        runner.restore = lambda: None  # as after kill -9
+        run_sweep(runner, plan, Progress(0, quiet=True))
+    assert fake.threshold != {"unit": "mag", "value": 9000.0}
+    if left == "half":
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:-1]))
+    said = io.StringIO()
+    with ResultStore(path) as store:
+        assert run_sweep(connect(store, min_context=500), plan, Progress(0, said)) == (
+            left == "half"
+        )
+    assert "a sweep that was killed left" in said.getvalue()
+    assert (fake.threshold, fake.min_context) == ({"unit": "mag", "value": 9000.0}, 600)
+
+
+def test_what_a_killed_sweep_of_other_results_left_is_said(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    fake.threshold, fake.puts = {"unit": "mag", "value": 50.0}, [{"reason": "RULER sweep, MAG 50"}]
+    said = io.StringIO()
+    with ResultStore(tmp_path / "r.jsonl") as store:
+        run_sweep(connect(store), Plan(POINTS[:1], samples[:1]), Progress(0, said))
+    assert "left MAG 50 at http" in said.getvalue()
+    assert "do not say what was before: see `blasst threshold`" in said.getvalue()
