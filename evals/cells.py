@@ -114,11 +114,21 @@ def _collect(records: Sequence[Record]) -> Results:
         lengths=tuple(lengths),
         cells=cells,
         layer_rates=_layer_rates(ours),
-        plan=plan,
+        plan=plan | _of_all(same),
         others=sum(r["fingerprint"] != plan["fingerprint"] for r in samples),
         accuracy=tuple(_answered(ours)),
         times=tuple(_timed(ours)),
     )
+
+
+def _of_all(plans: Sequence[Record]) -> Record:
+    """What differs between sweeps into one file, of all of them: the last one alone would not do
+    it again."""
+    seeds = {seed for plan in plans for seed in plan.get("seeds", ())}
+    modes = dict.fromkeys(plan.get("mode", "balanced") for plan in plans)
+    data = {name: origin for plan in plans for name, origin in plan.get("data", {}).items()}
+    found = {"seeds": sorted(seeds), "mode": ", ".join(modes), "data": data}
+    return found if seeds else {}
 
 
 def _answered(records: Sequence[Record]) -> list[Record]:

@@ -227,9 +227,15 @@ def _verdict(args: argparse.Namespace) -> int:
     from blasst.evals.store import read_results
 
     results = collect(read_results(args.results))
+    _say_others(results.others)
     found = verdict.judge(results, points_of(args) or None, args.margin)
     print(json.dumps(verdict.as_json(found)) if args.json else verdict.as_words(found))
     return verdict.EXIT_CODES[verdict.overall(found)]
+
+
+def _say_others(number: int) -> None:
+    if number:
+        say(f"{number} samples in the file are of another server or setting and are left out")
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -252,6 +258,8 @@ def _recommend(args: argparse.Namespace) -> int:
     from blasst.evals.store import read_results
     from blasst.evals.verdict import EXIT_CODES
 
-    found = recommend.recommend(collect(read_results(args.results)), args.margin)
+    results = collect(read_results(args.results))
+    _say_others(results.others)
+    found = recommend.recommend(results, args.margin)
     print(json.dumps(recommend.as_json(found)) if args.json else recommend.as_words(found))
     return EXIT_CODES[found.outcome]

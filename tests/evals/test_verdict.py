@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from blasst.evals.errors import InputError
 from blasst.evals.metrics import string_match_part, token_agreement
 from blasst.evals.thresholds import parse_points
 from blasst.evals.verdict import EXIT_CODES, as_json, as_words, judge, overall
+from blasst.server.cli import main
 
 TASKS = ("niah_single_2", "niah_multivalue", "vt", "fwe")
 
@@ -140,6 +142,27 @@ def test_answers_of_different_length_are_no_pair() -> None:
     assert verdict.reason.startswith("no sample is measured both")
     old = [{**r, "budget": 10} if r["threshold"] == "dense" else r for r in found.accuracy]
     assert judge(collect([found.plan, *old])) == judge(found)
+
+
+def test_two_sweeps_into_one_file_are_both_named() -> None:
+    found = results(5, 0.0)
+    other = {**found.plan, "seeds": [7], "mode": "official", "data": {"b.json": "there"}}
+    mine = {**found.plan, "seeds": [42], "data": {"a.json": "here"}}
+    plan = collect([other, mine, *found.accuracy]).plan
+    assert (plan["seeds"], plan["mode"]) == ([7, 42], "official, balanced")
+    assert plan["data"] == {"b.json": "there", "a.json": "here"}
+
+
+def test_samples_of_another_server_are_left_out_aloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = results(100, 0.0)
+    records = [{**r, "fingerprint": "other"} for r in found.accuracy] + [*found.accuracy[:60]]
+    file = tmp_path / "r.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in (found.plan, *records)))
+    for verb in ("verdict", "recommend"):
+        assert main(["ruler", verb, str(file)]) == 2
+        assert "800 samples in the file are of another server" in capsys.readouterr().err
 
 
 def test_nothing_measured_is_inconclusive_and_has_no_nan_in_json() -> None:
