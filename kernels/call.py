@@ -93,12 +93,7 @@ def check_call(
     log2_lambda, lambda_reasons = _log2_lambdas(skip_lambda, batch, q.device)
     reasons += lambda_reasons
     reasons += counter_reasons(counters, kv.k.shape[-2], q.device)
-    scale = float(q.shape[-1] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale)
-    if not SCALES[0] <= scale <= SCALES[1]:
-        reasons.append(
-            f"softmax_scale {scale} must be a finite number > 0, "
-            f"from {SCALES[0]:.1g} to {SCALES[1]:.1g}"
-        )
+    reasons += scale_reasons(spec.softmax_scale)
     if not reasons:
         requests = tuple(
             Request(i, ends[i], ends[i + 1] - ends[i], seqlens_k[i]) for i in range(batch)
@@ -106,6 +101,7 @@ def check_call(
         reasons += _block_mask_reasons(spec, requests, q.shape[1], q.device)
     if reasons:
         raise InvalidInputError(reasons)
+    scale = float(q.shape[-1] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale)
     problem = _problem(q, kv, spec, skip_lambda)
     geometry = problem.geometry or Geometry()
     return Call(
@@ -137,20 +133,36 @@ def _kind_reasons(
             named |= {f"block_mask.{name}": t for name, t in lists.items() if name != "mask_mod"}
     else:
         yield f"spec is {type(spec).__name__}, it must be AttentionSpec"
+    yield from no_tensor_reasons(named)
+    if isinstance(q, torch.Tensor) and q.device.type not in ("cpu", "cuda"):
+        yield f"q is on {q.device}, attention runs on cpu and cuda"
+
+
+def no_tensor_reasons(named: Mapping[str, object]) -> Iterator[str]:
+    """Why a thing cannot be read as memory with strides; empty: all can."""
     for name, t in named.items():
         if not isinstance(t, torch.Tensor):
             yield f"{name} is {type(t).__name__}, it must be a tensor"
         elif t.layout != torch.strided or t.is_neg() or t.is_conj():
             how = t.layout if t.layout != torch.strided else "a view that changes values when read"
             yield f"{name} is {how}, it must be an ordinary dense tensor"
-    if isinstance(q, torch.Tensor) and q.device.type not in ("cpu", "cuda"):
-        yield f"q is on {q.device}, attention runs on cpu and cuda"
+
+
+def scale_reasons(scale: object) -> Iterator[str]:
+    """Why a softmax_scale cannot be used; None, the default, can."""
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        yield f"softmax_scale is {type(scale).__name__}, it must be a number or None"
+    elif not SCALES[0] <= float(scale) <= SCALES[1]:
+        yield (
+            f"softmax_scale {scale} must be a finite number > 0, "
+            f"from {SCALES[0]:.1g} to {SCALES[1]:.1g}"
+        )
 
 
 def _spec_reasons(spec: Mapping[str, object]) -> Iterator[str]:
-    scale, geometry, mask = spec["softmax_scale"], spec["geometry"], spec["block_mask"]
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
-        yield f"softmax_scale is {type(scale).__name__}, it must be a number or None"
+    geometry, mask = spec["geometry"], spec["block_mask"]
     if not isinstance(spec["causal"], bool):
         yield f"causal is {spec['causal']!r}, it must be True or False"
     if geometry is not None and not isinstance(geometry, Geometry):

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from blasst.kernels import dispatch
+from blasst.kernels.call import no_tensor_reasons, scale_reasons
 from blasst.kernels.errors import InvalidInputError, UnsupportedError
 from blasst.kernels.masks import eager, fa4, flex, serving
 from blasst.kernels.masks.bound import AttentionMask
@@ -20,10 +21,12 @@ from blasst.kernels.masks.crossover import MEASURED, Crossover
 from blasst.kernels.masks.inputs import Inputs, Result
 from blasst.kernels.plan import Plan
 from blasst.kernels.support import own_geometry
+from blasst.kernels.threshold import ThresholdError, check_lambda
 from blasst.kernels.types import Geometry, Problem
 
 logger = logging.getLogger("blasst.kernels")
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Lane = Literal["throughput", "exact"]
 Determinism = Literal["off", "warn", "strict"]
 
@@ -106,9 +109,33 @@ def masked_attention(
     an error; lane="throughput": the fastest route.
     Raises InvalidInputError or UnsupportedError with every reason, before any work.
     """
-    options = options or Options()
+    options = Options() if options is None else options
+    if not torch.compiler.is_compiling():  # it has looked at its inputs itself
+        _check_kinds(q, k, v, softmax_scale, options)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return attend(Inputs(q, k, v, mask, scale), lane=lane, impl=impl, options=options)[0]
+
+
+def _check_kinds(q: object, k: object, v: object, softmax_scale: object, options: object) -> None:
+    """Of what a thing is; what follows may rely on it."""
+    named = {"q": q, "k": k, "v": v}
+    if not isinstance(options, Options):
+        raise InvalidInputError([f"options is {type(options).__name__}, it must be Options"])
+    if options.counters is not None:
+        named["counters"] = options.counters
+    reasons = [*no_tensor_reasons(named), *scale_reasons(softmax_scale)]
+    if isinstance(q, torch.Tensor) and (q.dim() != 4 or 0 in q.shape[2:]):
+        reasons.append(f"q has shape {list(q.shape)}, it must be [batch, seqlen, heads, head_dim]")
+    geometry = vars(options)["geometry"]
+    if geometry is not None and not isinstance(geometry, Geometry):
+        reasons.append(f"geometry is {type(geometry).__name__}, it must be Geometry")
+    if options.skip_lambda is not None:
+        try:
+            check_lambda(options.skip_lambda)
+        except ThresholdError as e:
+            reasons.append(f"skip_lambda: {e}")
+    if reasons:
+        raise InvalidInputError(reasons)
 
 
 def attend(x: Inputs, *, lane: Lane, impl: str, options: Options) -> Result:
@@ -354,9 +381,7 @@ def _problem(x: Inputs, lane: Lane, options: Options) -> RouteProblem:
 
 def _input_reasons(x: Inputs) -> list[str]:
     q, k, v, mask = x.q, x.k, x.v, x.mask
-    reasons = []
-    if not 0.0 < x.softmax_scale < float("inf"):
-        reasons.append(f"softmax_scale {x.softmax_scale} must be a finite number > 0")
+    reasons = list(scale_reasons(x.softmax_scale))
     lengths = mask.seqlen_q, mask.seqlen_k, mask.seqlen_k
     for name, t, seqlen in zip("qkv", (q, k, v), lengths, strict=True):
         if t.dim() != 4 or t.shape[:2] != (mask.batch, seqlen):
@@ -374,8 +399,9 @@ def _input_reasons(x: Inputs) -> list[str]:
                 f"k {list(k.shape)} and v {list(v.shape)} must be equal, with q's head_dim "
                 f"{q.shape[3]}"
             )
-        elif not q.is_floating_point():
-            reasons.append(f"q has dtype {q.dtype}, it must be a floating dtype")
+        elif q.dtype not in FLOATS:
+            names = ", ".join(map(str, FLOATS))
+            reasons.append(f"q has dtype {q.dtype}, it must be a floating dtype: {names}")
         elif not k.shape[2] or q.shape[2] % k.shape[2]:
             reasons.append(f"num_heads {q.shape[2]} is not a multiple of num_kv_heads {k.shape[2]}")
     return reasons

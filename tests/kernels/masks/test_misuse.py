@@ -1,6 +1,7 @@
 """What a mask, a chat or a sample must not silently take for something else."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from blasst.kernels.masks.chat import Tags, Template
 from blasst.kernels.masks.expr import KEY, QUERY
 from blasst.kernels.masks.inputs import Inputs
 from blasst.kernels.masks.mods import causal, document, sliding_window
-from blasst.kernels.masks.routes import masked_attention
+from blasst.kernels.masks.routes import Options, masked_attention
 from blasst.kernels.masks.segments import Piece, Sample, Segments, pack
 
 
@@ -86,3 +87,37 @@ def test_a_process_may_use_any_number_of_models() -> None:
             )
         expected = masked_attention(q, k, v, bound, impl="eager", softmax_scale=0.3)
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+
+
+MASK = bind(causal() & document(), Segments.from_position_ids(torch.arange(48)[None] % 30))
+Q, K = torch.ones(1, 48, 4, 64), torch.ones(1, 48, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"q": [1.0]}, "q is list, it must be a tensor"),
+        ({"k": None}, "k is NoneType, it must be a tensor"),
+        ({"q": torch.ones(())}, r"q has shape \[\], it must be \[batch, seqlen, heads, head_dim\]"),
+        ({"q": Q[..., :0]}, r"q has shape \[1, 48, 4, 0\]"),
+        ({"q": Q[:, :, :0]}, r"q has shape \[1, 48, 0, 64\]"),
+        ({"q": Q.to_sparse()}, "q is torch.sparse_coo"),
+        ({"q": torch.complex(Q, -Q).conj().imag}, "a view that changes values when read"),
+        ({"softmax_scale": "x"}, "softmax_scale is str, it must be a number or None"),
+        ({"softmax_scale": True}, "softmax_scale is bool"),
+        ({"softmax_scale": 1e39}, "softmax_scale 1e\\+39 must be a finite number > 0"),
+        ({"options": {"skip_lambda": 0.1}}, "options is dict, it must be Options"),
+        ({"options": Options(skip_lambda="x")}, "skip_lambda: lambda must be a number, not str"),  # type: ignore[arg-type]
+        ({"options": Options(skip_lambda=1.0)}, "skip_lambda: lambda 1 is outside"),
+        ({"options": Options(counters=[[0, 0]])}, "counters is list"),  # type: ignore[arg-type]
+        ({"options": Options(geometry=(64, 64))}, "geometry is tuple"),  # type: ignore[arg-type]
+        (
+            {name: t.to(torch.float8_e4m3fn) for name, t in zip("qkv", (Q, K, K), strict=True)},
+            "q has dtype torch.float8_e4m3fn, it must be a floating dtype: torch.float64",
+        ),
+    ],
+)
+def test_wrong_kinds(changes: dict[str, Any], text: str) -> None:
+    args = {"q": Q, "k": K, "v": K} | changes
+    with torch.no_grad(), pytest.raises(InvalidInputError, match=text):
+        masked_attention(mask=MASK, **args)
