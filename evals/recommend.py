@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from blasst.evals.cells import Results
 from blasst.evals.errors import InputError
-from blasst.evals.stats import Z95
+from blasst.evals.stats import student95
 from blasst.evals.thresholds import Point, key_of, name_of
 from blasst.evals.verdict import DEFAULT_MARGIN, Outcome, judge, overall
 
@@ -16,7 +16,7 @@ from blasst.evals.verdict import DEFAULT_MARGIN, Outcome, judge, overall
 @dataclass(frozen=True)
 class Speed:
     """ratio: TTFT over that of dense, geometric mean over prompts, then lengths; NaN where a length
-    was not timed. high: its one-sided 95% bound; infinite with one prompt at a length."""
+    was not timed. high: its one-sided 95% bound; infinite with too few prompts."""
 
     ratio: float
     high: float
@@ -112,7 +112,7 @@ def _speed(results: Results, point: Point) -> Speed:
                 "results were edited; measure again with another --out"
             )
         seconds.setdefault(key, {})[record["prompt_sha256"]] = float(record["ttft_s"])
-    means, variance, freedom = [], 0.0, 0
+    means, errors = [], []
     for length in results.lengths:
         ours = seconds.get((key_of(point), length), {})
         dense = seconds.get((key_of(None), length), {})
@@ -120,10 +120,13 @@ def _speed(results: Results, point: Point) -> Speed:
         if not logs:
             return Speed(math.nan, math.nan)
         means.append(statistics.fmean(logs))
-        variance += statistics.variance(logs) / len(logs) if len(logs) > 1 else math.inf
-        freedom += len(logs) - 1
-    mean, error = statistics.fmean(means), math.sqrt(variance) / len(means)
-    # Student's 95% quantile, to first order in 1 / degrees of freedom.
-    quantile = Z95 + (Z95**3 + Z95) / (4 * max(1, freedom))
-    high = math.exp(mean + quantile * error) if math.isfinite(error) else math.inf
-    return Speed(math.exp(mean), high)
+        variance = statistics.variance(logs) if len(logs) > 1 else math.inf
+        errors.append((variance / len(logs), len(logs) - 1))
+    mean, total = statistics.fmean(means), sum(square for square, _ in errors)
+    if not math.isfinite(total):
+        return Speed(math.exp(mean), math.inf)
+    # Welch and Satterthwaite: a length of few prompts that scatter decides.
+    shares = sum(square**2 / freedom for square, freedom in errors)
+    freedom = total**2 / shares if shares else math.inf
+    bound = mean + student95(freedom) * math.sqrt(total) / len(means)
+    return Speed(math.exp(mean), math.exp(bound))

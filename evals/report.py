@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -309,7 +310,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     plan = results.plan
     server = plan["server"]
     facts: list[tuple[str, object]] = [
-        ("command", " ".join(plan["command"])),
+        ("command", shlex.join(plan["command"])),
         ("model", f"{server['root']} (served as {server['model']})"),
         ("max_model_len", server["max_model_len"]),
         ("min_context", server["min_context"]),

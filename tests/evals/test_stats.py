@@ -13,6 +13,7 @@ from blasst.evals.stats import (
     fewest_pairs,
     mcnemar_exact,
     mean_difference,
+    student95,
     two_sided,
 )
 
@@ -31,6 +32,14 @@ from blasst.evals.stats import (
 def test_exact_mcnemar(worse: int, better: int, p: float) -> None:
     assert mcnemar_exact(worse, better) == pytest.approx(p, rel=1e-12)
     assert mcnemar_exact(better, worse) == mcnemar_exact(worse, better)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(2, 2.920), (3, 2.353), (4, 2.132), (9, 1.833), (30, 1.697)]
+)
+def test_students_quantile_is_that_of_the_tables(freedom: int, quantile: float) -> None:
+    assert student95(freedom) == pytest.approx(quantile, rel=0.013)
+    assert student95(1.9) == math.inf
 
 
 def test_fewest_pairs_is_where_no_change_begins_to_mean_something() -> None:
