@@ -168,7 +168,8 @@ def _decide(
 ) -> tuple[Outcome, str]:
     if not tasks:
         return "INCONCLUSIVE", "no sample is measured both dense and under this threshold"
-    if high < -margin:
+    # Of the mean over all tasks, those that are missing being as good as dense.
+    if high * len(tasks) / (len(tasks) + len(missing)) < -margin:
         return "NO-GO", f"worse by more than {margin:g} points (95% sure)"
     if missing:
         return "INCONCLUSIVE", f"not measured: {', '.join(missing)}"

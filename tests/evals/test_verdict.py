@@ -107,6 +107,15 @@ def test_a_missing_task_prevents_go_but_not_no_go() -> None:
     assert verdict.outcome == "NO-GO"
 
 
+def test_a_loss_in_some_tasks_is_no_loss_of_their_mean_with_the_missing_ones() -> None:
+    """2.5 points in one of four tasks may be 0.6 points of RULER's mean."""
+    (verdict,) = judge(results(3000, 0.028, tasks=TASKS[:1]))
+    assert verdict.high < -1.0
+    assert (verdict.outcome, verdict.reason[:12]) == ("INCONCLUSIVE", "not measured")
+    (verdict,) = judge(results(3000, 0.1, tasks=TASKS[:1]))
+    assert verdict.outcome == "NO-GO"
+
+
 def test_a_task_that_was_hardly_measured_prevents_go() -> None:
     (verdict,) = judge(results(500, 0.0, last=8))
     assert verdict.outcome == "INCONCLUSIVE"
