@@ -5,6 +5,7 @@ A process killed at any byte leaves at most one torn last line, which the next r
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -73,11 +74,15 @@ class ResultStore:
         line = json.dumps(record, separators=(",", ":"), allow_nan=True) + "\n"
         rest = memoryview(line.encode())
         with self._lock:
+            size = os.fstat(self._file.fileno()).st_size
             try:
                 while rest:
                     rest = rest[self._file.write(rest) :]
                 os.fsync(self._file.fileno())
             except OSError as e:
+                # Another thread may still find room, and its line must not follow half of this.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file.fileno(), size)
                 raise InputError(
                     f"{self.path} cannot be written: {e.strerror}; what was measured before is in "
                     "it, the same command resumes"

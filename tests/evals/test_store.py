@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,28 @@ def test_a_full_disk_is_one_clear_error_and_the_run_resumes(tmp_path: Path) -> N
         assert [r["key"] for r in store.records] == ["a"]
         store.append({"kind": "sample", "key": "b"})
     assert [r["key"] for r in read_results(path)] == ["a", "b"]
+
+
+def test_half_a_line_is_taken_back_before_another_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several endpoints append in turn: one finds the disk full, the next finds room again."""
+    with ResultStore(tmp_path / "r") as store:
+        store.append({"kind": "sample", "key": "a"})
+        real = store._file
+
+        class Full:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def write(self, data: memoryview) -> int:
+                if len(data) < 10:
+                    raise OSError(28, "No space left on device")
+                return real.write(data[: len(data) // 2])
+
+        monkeypatch.setattr(store, "_file", Full())
+        with pytest.raises(InputError, match="No space left"):
+            store.append({"kind": "sample", "key": "b"})
+        monkeypatch.setattr(store, "_file", real)
+        store.append({"kind": "sample", "key": "c"})
+    assert [r["key"] for r in read_results(tmp_path / "r")] == ["a", "c"]
