@@ -30,7 +30,8 @@ def prefill_attention(
     sees keys <= seqlen_k - seqlen_q + i. Rows that see nothing give out 0 and lse -inf.
     skip_lambda: None = dense, no vote; else float32/float64 [batch], natural base,
     0 <= lambda < 1, 0 skips nothing. counters: int64 [num_kv_heads, 2]: (visited, skipped) blocks
-    are added in place, unless skip_lambda is None. out: like q, or None to allocate it.
+    are added in place, unless skip_lambda is None. out: like q, in memory of its own, or None to
+    allocate it. Numbers (lengths, pages, lambdas, counters) follow one another in memory.
     lse: float32 [num_heads, total_q], natural log.
 
     Waits for the device to check the values in its tensors; `plan.Plan` does not. Raises
