@@ -22,7 +22,9 @@ MASKS: dict[str, Mask] = {
     "shared_prefix": shared_prefix(),
     "strip_thinking": strip_history_thinking(),
 }
-ROUTES = ("fa4", "flex-fa4", "flex-triton")
+EXACT = "exact"
+"""Not a route: FlexAttention on Triton as the exact lane compiles it."""
+ROUTES = ("fa4", "flex-fa4", "flex-triton", EXACT)
 FORWARD_ONLY = "blasst"
 CAUSAL_ONLY = ("sdpa-causal", "fa4-causal")
 """Kernels for causality without a mask: what the mask's generality costs."""
@@ -91,10 +93,13 @@ def inputs(case: Case, seed: int = 0) -> tuple[Tensors, torch.Tensor]:
 
 
 def attend(route: str, mask: AttentionMask) -> Callable[..., torch.Tensor]:
-    """(q, k, v) -> out of a route; of torch's attention with the dense mask ("sdpa"); or of torch's
-    or FlashAttention-4's own causal kernel, without a mask ("sdpa-causal", "fa4-causal")."""
+    """(q, k, v) -> out of a route; of the exact lane ("exact"); of torch's attention with the dense
+    mask ("sdpa"); or of torch's or FlashAttention-4's own causal kernel, without a mask
+    ("sdpa-causal", "fa4-causal")."""
     if route == "fa4-causal":
         return lambda q, k, v: load_fa4().interface.flash_attn_func(q, k, v, causal=True)[0]
+    if route == EXACT:
+        return lambda q, k, v: masked_attention(q, k, v, mask, lane="exact")
     if not route.startswith("sdpa"):
         return lambda q, k, v: masked_attention(q, k, v, mask, impl=route)
     dense = mask.dense()[:, None] if route == "sdpa" else None

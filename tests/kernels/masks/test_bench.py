@@ -9,6 +9,7 @@ import torch
 
 from blasst.kernels.bench import mask_cases
 from blasst.kernels.bench.mask_verb import SECTIONS, find_crossover, markdown
+from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.masks.crossover import Crossover
 from blasst.server.cli import main
 
@@ -127,3 +128,12 @@ def test_layouts_of_the_benchmark() -> None:
     own = mask_cases.packed("strip_thinking", pinned, "cpu").dense()[0, :16, :16]
     alone = mask_cases.bound(mask_cases.Case("strip_thinking", 16, device="cpu")).dense()[0]
     assert torch.equal(own, alone)
+
+
+def test_the_exact_lane_is_a_contender() -> None:
+    """On a CPU it is refused by name, like every lane that needs a GPU."""
+    case = mask_cases.Case("causal", 64, 1, 2, 64, "cpu", torch.float32)
+    attend = mask_cases.attend(mask_cases.EXACT, mask_cases.bound(case))
+    assert mask_cases.EXACT in mask_cases.ROUTES
+    with pytest.raises(UnsupportedError, match="flex-triton: tensors are on cpu"):
+        attend(*mask_cases.inputs(case)[0])
