@@ -41,7 +41,7 @@ def generate_official(
     tokens = encoder.count
     limit = program_limit(task_name, length, encoder)
     request = Request(limit, task.max_tokens, count, seed, tokens)
-    for index, made in enumerate(official_samples(task_name, request, materials)):
+    for index, made in enumerate(_named(task_name, length, request, materials)):
         user, prefix = split_prefix(task_name, made.text)
         marks = _marks(task_name, made, user)
         encoded = encoder.encode(user, prefix, marks)
@@ -65,6 +65,16 @@ def generate_official(
             tokenizer_sha256=encoder.sha256,
             mode="official",
         )
+
+
+def _named(
+    task_name: str, length: int, request: Request, materials: Materials
+) -> Iterator[OfficialSample]:
+    """The stream; what it cannot make names task and length."""
+    try:
+        yield from official_samples(task_name, request, materials)
+    except InputError as e:
+        raise InputError(f"official {task_name} at {length}: {e}") from e
 
 
 def program_limit(task_name: str, length: int, encoder: PromptEncoder) -> int:
