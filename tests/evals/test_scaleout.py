@@ -200,6 +200,10 @@ def test_the_estimate_counts_what_is_left(
         # 20 requests of 30 ms to the first text and more, and a second for each of 8 cells
         assert 8.6 < found.seconds < 60
         assert "20 requests" in found.words()
+        assert 8 < found.least < found.seconds
+        (alone,) = runners_on(urls[:1], store, 1)
+        one = estimate(alone, plan)
+        assert one.least == pytest.approx(one.seconds)
         run_everywhere([runner], plan, Progress(0, quiet=True))
         assert estimate(runner, plan).requests == 0
 
