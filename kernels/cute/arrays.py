@@ -51,25 +51,23 @@ def make_sources(
     config: Any,
     rows: int,
     tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
-    cluster: int = 1,
     whole_rows: bool = False,
     pack: int = 1,
 ) -> tuple[Source, Source, Source, Source]:
     """Windows of q, k, v and out: `rows` query rows, or config.window keys.
 
-    cluster: thread blocks that share keys and values. whole_rows: as in tile_layout; then whole
-    windows of a page are boxes too. pack: q heads that are rows of one tile.
+    whole_rows: as in tile_layout; then whole windows of a page are boxes too. pack: q heads that
+    are rows of one tile.
     """
     q, k, v, out = tensors
     rows_first = (1, 3, 2, 0) if config.page_size else (0, 2, 1)
     q, out = (packed(select(t, (0, 2, 1)), pack) for t in (q, out))
     k, v = select(k, rows_first), select(v, rows_first)
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    shared = load if cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     return (
         Source(*make_window_atom(load, q, rows, rows)),
-        key_source(config, shared, k, whole_rows),
-        key_source(config, shared, v, whole_rows),
+        key_source(config, load, k, whole_rows),
+        key_source(config, load, v, whole_rows),
         Source(*make_window_atom(store, out, rows, rows)),
     )
 

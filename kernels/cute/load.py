@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32
+from cutlass import Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -68,7 +68,6 @@ def load_blocks(
 
     visits: which they are, `visits.Visits`; None: all of them, from right to left.
     place: which of the config.loaders this warp is, kv head, the request's row of the page table.
-    Thread blocks of a cluster bring a part of the windows each, to all of them.
     Keys beyond the end are 0, but a window without any key gets the request's last one.
     """
     if cutlass.const_expr(source.box is not None and not config.block_mask):
@@ -90,9 +89,7 @@ def load_small_pages(
     """All blocks from right to left, in pages that come in one copy each. The lanes read and check
     the page numbers of several blocks at once: a read for each block takes 1.6% longer."""
     loader, kv_head, pages = place
-    windows = config.windows // ring.peers
-    first, mask = share_of(ring, windows)
-    parts = [first + share for share in range(loader, windows, config.loaders)]
+    parts = range(loader, config.windows, config.loaders)
     together = cute.arch.WARP_SIZE // config.windows
     held, ahead = Int32(0), read_many_pages(config, pages, tile, tile.n_blocks - 1)
     for visit in cutlass.range(tile.n_blocks, unroll=1):
@@ -108,15 +105,8 @@ def load_small_pages(
         trace.mark(Step.WAIT_EMPTY, visit)
         stage = smem[None, None, ring.stage(visit)]
         left = tile.seqlen_k - n * config.tile_n
-        copy_pages(config, source, boxes, (kv_head, left), stage, (barrier, mask))
+        copy_pages(config, source, boxes, (kv_head, left), stage, barrier)
         trace.mark(Step.LOAD, visit)
-
-
-def share_of(ring: Ring, windows: int) -> tuple[Any, Any]:
-    """The first of a thread block's windows, and the mask of the cluster that gets them."""
-    if ring.peers == 1:
-        return 0, None
-    return cute.arch.block_in_cluster_idx()[0] * windows, Int16((1 << ring.peers) - 1)
 
 
 @cute.jit
@@ -132,9 +122,7 @@ def load_each(
 ) -> None:
     """As load_blocks, with a read of the page table for each block."""
     loader, kv_head, pages = place
-    windows = config.windows // ring.peers
-    each_alone = windows if source.box is None else 0
-    first, mask = share_of(ring, windows)
+    each_alone = config.windows if source.box is None else 0
     page, next_n = Int32(0), tile.n_blocks - 1
     listed: Any = None
     if cutlass.const_expr(config.block_mask):
@@ -155,7 +143,7 @@ def load_each(
         boxes: list[tuple[Any, Int32]] = []
         if cutlass.const_expr(source.box is not None):
             # All that needs no empty stage is done before it is awaited.
-            parts = [first + share for share in range(loader, windows, config.loaders)]
+            parts = range(loader, config.windows, config.loaders)
             boxes = [(part, page_of(page, part)) for part in parts]
         if cutlass.const_expr(pages is not None and config.stops_at_bad_pages):
             # TMA would bring zeros for a page that is not there, and nobody would know.
@@ -165,20 +153,19 @@ def load_each(
         stage = smem[None, None, ring.stage(visit)]
         if cutlass.const_expr(source.box is not None):
             left = tile.seqlen_k - n * config.tile_n
-            copy_pages(config, source, boxes, (kv_head, left), stage, (barrier, mask))
-        for share in cutlass.range_constexpr(loader, each_alone, config.loaders):
-            part = first + share
+            copy_pages(config, source, boxes, (kv_head, left), stage, barrier)
+        for part in cutlass.range_constexpr(loader, each_alone, config.loaders):
             offset = n * config.tile_n + part * config.window
             key = cutlass.min(offset, tile.seqlen_k - 1)
             valid = cutlass.max(1, cutlass.min(tile.seqlen_k - offset, config.window))
             target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
             if cutlass.const_expr(pages is None):
                 rows = window(source.coordinates, tile.key_start + key, valid, (kv_head,))
-                copy_window(source.atom, rows, target, barrier, mask)
+                copy_window(source.atom, rows, target, barrier)
             else:
                 at = (kv_head, page_of(page, part))
                 rows = window(source.coordinates, key % config.page_size, valid, at)
-                copy_window(source.atom, rows, target, barrier, mask)
+                copy_window(source.atom, rows, target, barrier)
         trace.mark(Step.LOAD, visit)
         page = next_page
         if cutlass.const_expr(config.block_mask):
@@ -210,10 +197,10 @@ def copy_pages(
     boxes: list[tuple[Any, Int32]],
     place: tuple[Int32, Int32],
     stage: cute.Tensor,
-    arrival: tuple[cute.Pointer, Any],
+    barrier: cute.Pointer,
 ) -> None:
     """Windows that are a page each. boxes: (window of the block, page); place: kv head, keys that
-    are left from the block's first one on; arrival: barrier, mask of copy_window.
+    are left from the block's first one on.
 
     A block of which all keys are there takes one copy a page, one behind the other without a
     branch. Else windows of 8 rows: each needs a valid row of its own.
@@ -226,7 +213,7 @@ def copy_pages(
             target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
             whole = cute.make_tensor(target.iterator, cute.make_layout(shape, stride=stride))
             at = box(coordinates, kv_head * head_stride, Int32(0), page, shape)
-            copy_window(atom, at, whole, *arrival)
+            copy_window(atom, at, whole, barrier)
     else:
         for part, page in boxes:
             target = cute.local_tile(stage, (config.window, config.head_dim), (part, 0))
@@ -239,7 +226,7 @@ def copy_pages(
                 at = begin % config.window + first
                 rows = window(source.coordinates, at, count, (kv_head, page))
                 part_of = cute.local_tile(target, (ATOM_ROWS, config.head_dim), (eight, 0))
-                copy_window(source.atom, rows, part_of, *arrival)
+                copy_window(source.atom, rows, part_of, barrier)
 
 
 def page_of(pages: Int32, window: Int32) -> Int32:

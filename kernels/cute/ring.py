@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -12,15 +11,13 @@ from cutlass import Int32
 class Ring:
     """barriers: 2 * stages mbarriers, the full ones first. Visits count from 0 on both sides.
 
-    bytes_per_producer: what each of the producer warps announces. peers: thread blocks of a cluster
-    that bring each other parts of every stage: a stage is empty when all of them are done with it.
-    before: visits of earlier work, None without any.
+    bytes_per_producer: what each of the producer warps announces. before: visits of earlier work,
+    None without any.
     """
 
     barriers: cute.Pointer
     stages: int
     bytes_per_producer: int
-    peers: int = 1
     before: Any = None
 
     def count(self, visit: Int32) -> Int32:
@@ -30,7 +27,7 @@ class Ring:
         """By one thread, before a fence and a barrier of the block."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.barriers + stage, producer_warps)
-            cute.arch.mbarrier_init(self.empty(stage), consumer_warps * self.peers)
+            cute.arch.mbarrier_init(self.empty(stage), consumer_warps)
 
     def stage(self, visit: Int32) -> Int32:
         visit = self.count(visit)
@@ -65,8 +62,4 @@ class Ring:
     def release(self, visit: Int32) -> None:
         """Consumer warp: done with the stage, which it has waited for."""
         with cute.arch.elect_one():
-            if cutlass.const_expr(self.peers == 1):
-                cute.arch.mbarrier_arrive(self.empty(visit))
-            else:
-                for peer in range(self.peers):
-                    cute.arch.mbarrier_arrive(self.empty(visit), peer)
+            cute.arch.mbarrier_arrive(self.empty(visit))

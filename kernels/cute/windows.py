@@ -71,13 +71,8 @@ def window(
 
 
 @cute.jit
-def copy_window(
-    atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, barrier, mask=None
-) -> None:
-    """Load if `barrier` is given, else store. Called by a whole warp; one thread issues it.
-
-    mask: the thread blocks of the cluster that get it, each at the same place.
-    """
+def copy_window(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, barrier) -> None:
+    """Load if `barrier` is given, else store. Called by a whole warp; one thread issues it."""
     smem, gmem = cpasync.tma_partition(
         atom,
         0,
@@ -85,9 +80,7 @@ def copy_window(
         cute.group_modes(smem, 0, cute.rank(smem)),
         cute.group_modes(gmem, 0, cute.rank(gmem)),
     )
-    if cutlass.const_expr(mask is not None):
-        cute.copy(atom, gmem, smem, tma_bar_ptr=barrier, mcast_mask=mask)
-    elif cutlass.const_expr(barrier is not None):
+    if cutlass.const_expr(barrier is not None):
         cute.copy(atom, gmem, smem, tma_bar_ptr=barrier)
     else:
         cute.copy(atom, smem, gmem)

@@ -19,8 +19,7 @@ TUNED: dict[int, dict[str, Any]] = {64: {"key_stages": 5, "value_stages": 4}}
 class Config:
     """What is compiled. page_size 0 = ragged keys; vote: skip blocks; count: and count them.
 
-    warpgroups: consumers, each with ROWS query rows. cluster: thread blocks, of heads of one group,
-    that bring each other parts of the keys and values. trace: clocks are recorded. block_mask: the
+    warpgroups: consumers, each with ROWS query rows. trace: clocks are recorded. block_mask: the
     blocks to visit come in lists. pack: q heads of a group that are rows of one tile, a power of
     two; without a block mask.
     """
@@ -35,16 +34,9 @@ class Config:
     tile_n: int = 128
     key_stages: int = 3
     value_stages: int = 2
-    cluster: int = 1
     trace: bool = False
     block_mask: bool = False
     pack: int = 1
-
-    def cluster_for(self, heads_of_a_group: int) -> int:
-        """Two where it measured best: small pages of narrow heads, of which each thread block then
-        issues half. One under a block mask: heads may visit different blocks."""
-        shares = self.whole_rows and self.head_dim == 64 and not self.block_mask
-        return 2 if shares and heads_of_a_group // self.pack % 2 == 0 else 1
 
     @property
     def tile_m(self) -> int:
@@ -67,11 +59,11 @@ class Config:
     @property
     def window(self) -> int:
         """Keys that one copy brings: a whole page, or the part of it that a block needs."""
-        return min(self.page_size or self.tile_n, self.tile_n // self.cluster)
+        return min(self.page_size or self.tile_n, self.tile_n)
 
     @property
     def windows(self) -> int:
-        """Copies that bring a block, of all thread blocks of a cluster."""
+        """Copies that bring a block."""
         return self.tile_n // self.window
 
     @property
@@ -87,7 +79,7 @@ class Config:
     @property
     def loaders(self) -> int:
         """Warps that share the copies of a block of keys, and as many for values."""
-        return min(self.windows // self.cluster, 2)
+        return min(self.windows, 2)
 
     @property
     def barriers(self) -> int:

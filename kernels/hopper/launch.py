@@ -58,8 +58,7 @@ def prefill(
 def start(inputs: Inputs) -> torch.Tensor:
     """Fills inputs.out, returns lse. The lists of a block mask are for Config.warpgroups tiles."""
     config = config_for(**inputs.choices(), pack=inputs.pack)
-    cluster = config.cluster_for(inputs.q.shape[1] // inputs.kv.k.shape[-2])
-    config = replace(config, trace=inputs.trace is not None, cluster=cluster)
+    config = replace(config, trace=inputs.trace is not None)
     return inputs.start(config_reasons(config), lambda: _compiled(config))
 
 
@@ -87,8 +86,7 @@ def config_for(
 ) -> Config:
     """The fastest of the measured configurations. page_size 0 = ragged keys.
 
-    The number of heads decides Config.cluster, which is left at 1. The lists of a block mask say
-    what causality hides, so that one build serves both.
+    The lists of a block mask say what causality hides, so that one build serves both.
     """
     tuned = TUNED.get(head_dim, {})
     causal = causal and not block_mask

@@ -78,9 +78,7 @@ class HopperPrefill:
         paged = config.page_size > 0
         num_kv_heads = k.shape[2] if cutlass.const_expr(paged) else k.shape[1]
         arrays = Arrays(
-            *make_sources(
-                config, ROWS, (q, k, v, out), config.cluster, config.whole_rows, config.pack
-            ),
+            *make_sources(config, ROWS, (q, k, v, out), config.whole_rows, config.pack),
             lse,
             cu_seqlens_q,
             key_lengths,
@@ -94,7 +92,6 @@ class HopperPrefill:
         self.kernel(arrays, scale_log2, num_kv_heads).launch(
             grid=grid,
             block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -119,10 +116,6 @@ class HopperPrefill:
             if tile.rows > 0:
                 group = warp // (WARPGROUP // WARP) - 1
                 self.consume(arrays, shared, (tile.n_blocks, listed), group, place, scale_log2)
-        if cutlass.const_expr(config.cluster > 1):
-            # A thread block that ended could not take what the others still send it.
-            cute.arch.cluster_arrive(aligned=False)
-            cute.arch.cluster_wait()
 
     @cute.jit
     def allocate(self, warp: Int32) -> Shared:
@@ -146,8 +139,8 @@ class HopperPrefill:
         )
         first = barriers + config.warpgroups
         share = config.bytes_per_stage // config.loaders
-        keys = Ring(first, config.key_stages, share, config.cluster)
-        values = Ring(first + 2 * config.key_stages, config.value_stages, share, config.cluster)
+        keys = Ring(first, config.key_stages, share)
+        values = Ring(first + 2 * config.key_stages, config.value_stages, share)
         if warp == 0:
             with cute.arch.elect_one():
                 for group in cutlass.range_constexpr(config.warpgroups):
@@ -155,11 +148,7 @@ class HopperPrefill:
                 for ring in (keys, values):
                     ring.init(config.loaders, config.warpgroups * (WARPGROUP // WARP))
             cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(config.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         return Shared(q, k, v, barriers, keys, values)
 
     @cute.jit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -25,7 +24,6 @@ CONFIGS = [
     config_for("bfloat16", head_dim, causal=True, page_size=page, vote=vote, count=vote)
     for head_dim, page, vote in product((64, 128), PAGE_SIZES, (True, False))
 ]
-CONFIGS += [replace(config, cluster=config.cluster_for(4)) for config in CONFIGS]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -36,7 +34,7 @@ def test_a_config_fits_the_chip(config: Config) -> None:
     used = config.producer_registers + config.warpgroups * config.consumer_registers
     assert used * WARPGROUP <= REGISTERS
     assert config.windows * config.window == config.tile_n
-    assert config.windows % (config.loaders * config.cluster) == 0
+    assert config.windows % config.loaders == 0
     assert 2 * config.loaders <= WARPGROUP // 32
     assert config.tile_m == ROWS * config.warpgroups
     assert len({0, *map(config.group_barrier, range(config.warpgroups))}) == 1 + config.warpgroups
@@ -45,20 +43,6 @@ def test_a_config_fits_the_chip(config: Config) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_what_fits_is_not_refused(config: Config) -> None:
     assert config_reasons(config) == []
-
-
-@pytest.mark.parametrize("vote", [True, False])
-@pytest.mark.parametrize(
-    ("head_dim", "page_size", "together"), [(64, 16, 2), (64, 32, 2), (64, 64, 1), (128, 16, 1)]
-)
-def test_heads_share_copies_where_it_measured_best(
-    head_dim: int, page_size: int, vote: bool, together: int
-) -> None:
-    config = config_for(
-        "bfloat16", head_dim, causal=True, page_size=page_size, vote=vote, count=vote
-    )
-    assert config.cluster_for(4) == together
-    assert config.cluster_for(3) == replace(config, pack=4).cluster_for(4) == 1
 
 
 def test_every_reason_is_told() -> None:
@@ -100,7 +84,6 @@ def test_refused_before_anything_runs() -> None:
 
 COMPILE = """
 import sys
-from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -113,7 +96,7 @@ from blasst.kernels.hopper import consume, epilogue, prefill
 from blasst.kernels.hopper.compile import compile_prefill
 from blasst.kernels.hopper.launch import config_for
 
-mode, page_size, cluster = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+mode, page_size = sys.argv[1], int(sys.argv[2])
 
 
 @cute.jit
@@ -170,11 +153,11 @@ if mode == "source without an option":
     arrays.packed = lambda rows, pack: rows
 vote = mode == "vote"
 config = config_for("bfloat16", 128, causal=True, page_size=page_size, vote=vote, count=vote)
-compile_prefill(replace(config, cluster=cluster))
+compile_prefill(config)
 """
 
 
-def sass(folder: Path, mode: str, page_size: int, cluster: int) -> str:
+def sass(folder: Path, mode: str, page_size: int) -> str:
     """SASS of a build for compute capability 9.0, made here."""
     folder.mkdir()
     program = folder / "build.py"
@@ -186,7 +169,7 @@ def sass(folder: Path, mode: str, page_size: int, cluster: int) -> str:
         "CUTE_DSL_DISABLE_FILE_CACHING": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-P", program, mode, str(page_size), str(cluster)],
+        [sys.executable, "-P", program, mode, str(page_size)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -209,7 +192,7 @@ def check_build(text: str, products: int) -> None:
 def test_without_an_option_the_build_is_that_of_a_source_without_it(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
     modes = ("vote", "dense", "source without an option")
-    vote, dense, without = (sass(tmp_path / mode, mode, 0, 1) for mode in modes)
+    vote, dense, without = (sass(tmp_path / mode, mode, 0) for mode in modes)
     check_build(vote, products=4)
     check_build(dense, products=4)
     assert vote.count("BAR.RED") == 2
@@ -220,8 +203,7 @@ def test_without_an_option_the_build_is_that_of_a_source_without_it(tmp_path: Pa
 @pytest.mark.slow
 def test_small_pages_take_one_copy_each(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="the Hopper kernel needs nvidia-cutlass-dsl")
-    for cluster, copy in ((1, "UTMALDG.5D"), (2, "UTMALDG.5D.MULTICAST")):
-        text = sass(tmp_path / str(cluster), "vote", 16, cluster)
-        check_build(text, products=4)
-        # Of its share of 8 windows, keys and values: one copy each, or 4 where rows are missing.
-        assert text.count(copy) == 2 * 8 // cluster * (1 + 4)
+    text = sass(tmp_path / "paged", "vote", 16)
+    check_build(text, products=4)
+    # Keys and values, 8 windows each: one copy, or 4 where rows are missing.
+    assert text.count("UTMALDG.5D") == 2 * 8 * (1 + 4)
