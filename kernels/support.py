@@ -60,6 +60,8 @@ def packing_reasons(problem: Problem) -> list[str]:
 def grid_reasons(tiles: int, slots: int) -> list[str]:
     """Why CUDA cannot start so many thread blocks; empty: it can. tiles: of the longest request;
     slots: requests * kv heads."""
+    if max(tiles, slots) <= MAX_GRID:
+        return []  # of every layer of every step: nothing else is made
     named = {"tiles of the longest request": tiles, "requests times kv heads": slots}
     return [
         f"{count} {name} are more than the {MAX_GRID} that one launch takes; split the batch"
