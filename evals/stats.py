@@ -24,16 +24,21 @@ class Interval:
 @dataclass(frozen=True)
 class MeanDifference:
     """mean: of the tasks' means. error: its standard error. bounds: 5% and 95% points, so that
-    each is a one-sided 95% bound. All as shares (0.01 = one point)."""
+    each is a one-sided 95% bound. All as shares (0.01 = one point). pairs: see even_pairs()."""
 
     mean: float
     error: float
     bounds: Interval
+    pairs: int
 
     @property
     def detectable(self) -> float:
-        """The true loss that such a comparison finds with 80% probability (one-sided, 5%)."""
-        return (Z95 + Z80) * self.error
+        """The true loss that such a comparison finds with 80% probability or more (one-sided, 5%):
+        one of so many more samples that became worse, which scatter too."""
+        loss = 0.0
+        for _ in range(20):
+            loss = 0.5 / self.pairs + (Z95 + Z80) * math.sqrt(self.error**2 + loss / self.pairs)
+        return loss
 
 
 def mcnemar_exact(worse: int, better: int) -> float:
@@ -85,7 +90,7 @@ def mean_difference(
         max(-1.0, min(float(low), mean - Z95 * padded - 0.5 / pairs + min(0.0, skew))),
         min(1.0, max(float(high), mean + Z95 * padded + 0.5 / pairs + max(0.0, skew))),
     )
-    return MeanDifference(mean, padded, bounds)
+    return MeanDifference(mean, padded, bounds, pairs)
 
 
 def even_pairs(strata: Sequence[Sequence[float]]) -> int:

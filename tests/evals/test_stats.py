@@ -60,7 +60,8 @@ def test_a_mean_difference_by_hand() -> None:
     skew = (1 + 2 * 1.645**2) / 6 * (0.072 / 50**2 - 0.072 / 100**2) / 2 / (0.09 / 100 + 0.09 / 50)
     assert found.bounds.high == pytest.approx(1.645 * expected + 0.005 + skew, rel=1e-3)
     assert found.bounds.low == pytest.approx(-1.645 * expected - 0.005, rel=1e-3)
-    assert found.detectable == pytest.approx(2.4865 * expected, rel=1e-4)
+    loss = found.detectable
+    assert loss == pytest.approx(0.005 + 2.4865 * (expected**2 + loss / 100) ** 0.5, rel=1e-3)
     assert mean_difference(strata) == found
 
 
@@ -119,6 +120,18 @@ def test_a_loss_of_the_margin_is_rarely_called_a_larger_one() -> None:
         strata = [task.tolist() for task in np.array_split(changes, 13)]
         called += mean_difference(strata, seed=run, repeats=500).bounds.high < -0.01
     assert called / 800 <= 0.065
+
+
+def test_the_detectable_loss_is_detected() -> None:
+    """80% of 400 runs, whose noise is +-4%, and not nearly all."""
+    rng = np.random.default_rng(3)
+    loss = mean_difference([[-1.0] * 12 + [1.0] * 12 + [0.0] * 366]).detectable
+    found = 0
+    for run in range(400):
+        changes = rng.choice([-1.0, 1.0, 0.0], 390, p=[0.03 + loss, 0.03, 0.94 - loss])
+        strata = [task.tolist() for task in np.array_split(changes, 13)]
+        found += mean_difference(strata, seed=run, repeats=500).bounds.high < 0
+    assert 0.77 < found / 400 < 0.95
 
 
 def test_the_task_with_the_fewest_pairs_says_how_much_is_known() -> None:
