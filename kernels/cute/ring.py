@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
+
+from blasst.kernels.cute.barrier import is_complete
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Ring:
     def wait(self, visit: Int32) -> None:
         """Consumer: until the stage is full."""
         cute.arch.mbarrier_wait(self.full(visit), self.round(visit))
+
+    def arrived(self, visit: Int32) -> Boolean:
+        """Consumer: whether the stage is full by now; does not wait."""
+        return is_complete(self.full(visit), self.round(visit))
 
     def release(self, visit: Int32) -> None:
         """Consumer warp: done with the stage, which it has waited for."""

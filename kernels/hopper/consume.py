@@ -92,13 +92,15 @@ class Consumer:
     @cute.jit
     def visit_all(self, lead: Int32) -> Int32:
         """Visits from `lead` on; returns the number of skipped blocks."""
-        skipped = Int32(0)
+        skipped, there = Int32(0), Boolean(True)
         settled = self.settled_from(lead)
         for i in cutlass.range(lead, settled, unroll=1):
-            skipped += 1 - Int32(self.visit(i, lead, False))
+            kept, there = self.visit(i, lead, there, False)
+            skipped += 1 - Int32(kept)
         if cutlass.const_expr(self.seen is None):
             for i in cutlass.range(settled, self.visits, unroll=1):
-                skipped += 1 - Int32(self.visit(i, lead, True))
+                kept, there = self.visit(i, lead, there, True)
+                skipped += 1 - Int32(kept)
         return skipped
 
     @cute.jit
@@ -115,9 +117,14 @@ class Consumer:
         return first
 
     @cute.jit
-    def visit(self, i: Int32, lead: Int32, settled: cutlass.Constexpr[bool]) -> Boolean:
-        """Returns whether block i is kept; the first one is. Its keys are there."""
+    def visit(
+        self, i: Int32, lead: Int32, there: Boolean, settled: cutlass.Constexpr[bool]
+    ) -> tuple[Boolean, Boolean]:
+        """there: its keys were seen to be; without a vote they are. Returns whether block i is
+        kept, the first one is, and `there` of the next."""
         o = self.operands
+        if cutlass.const_expr(self.config.vote):
+            self.await_keys(i, there)
         # S = Q @ K.T
         issue(o.mma_qk, o.scores, o.q, o.k[None, None, None, self.keys.stage(i)], False)
         words = self.look_up(i)
@@ -126,7 +133,11 @@ class Consumer:
             self.values.wait(i - 1)
             self.values.release(i - 1)
         self.trace.mark(Step.WAIT_VALUES, i)
-        if i + 1 < self.visits:
+        if cutlass.const_expr(self.config.vote):
+            # Only a look: this block is judged before the slowest warpgroup has left the stage that
+            # the next keys come to.
+            there = self.keys.arrived(i + 1)
+        elif i + 1 < self.visits:
             self.keys.wait(i + 1)
         self.trace.mark(Step.WAIT_KEYS, i)
         warpgroup.wait_group(0)
@@ -151,7 +162,12 @@ class Consumer:
             # In this branch: beyond it ptxas keeps P and scores apart, for which there is no room.
             warpgroup.wait_group(0)
             self.trace.mark(Step.WAIT_PV, i)
-        return kept
+        return kept, there
+
+    @cute.jit
+    def await_keys(self, i: Int32, there: Boolean) -> None:
+        if not there:
+            self.keys.wait(i)
 
     @cute.jit
     def needed(
