@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from blasst.evals.errors import EvalsError
+from blasst.evals.errors import EvalsError, InputError
 from blasst.evals.machine import describe_machine
 from blasst.evals.progress import Progress
 from blasst.evals.runner import Pass, Runner
@@ -139,6 +139,12 @@ def announce(
             f"{short} of {len(prompts)} prompts are below min_context {runner.floor} and run dense "
             "under every threshold: no verdict will be GO where they are (--min-context)"
         )
+    made = {(sample.tokenizer_sha256, sample.prompt_format) for sample in plan.samples}
+    if len(made) > 1:
+        raise InputError(
+            f"the samples are of {len(made)} tokenizers or prompt formats, and a server has one; "
+            "make them again with one --model"
+        )
     runner.check_tokenizer(plan.samples[0])
     total = len(plan.measurements()) * len(plan.points)
     if pending < total:
@@ -239,7 +245,7 @@ def _plan_record(runner: Runner, plan: Plan) -> dict[str, object]:
         "tasks": list(dict.fromkeys(sample.task for sample in plan.samples)),
         "seeds": sorted({sample.seed for sample in plan.samples}),
         "samples": len(plan.samples),
-        "mode": first.mode,
+        "mode": ", ".join(dict.fromkeys(sample.mode for sample in plan.samples)),
         "timed": plan.timed,
         "concurrency": runner.options.concurrency,
         "data": dict(plan.data),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def test_a_sweep_in_which_no_threshold_is_in_force_is_refused(
     assert not fake.prompts
     assert not (tmp_path / "r.jsonl").exists()
     sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[:1], samples[:1]), min_context=2000)
+
+
+def test_samples_of_two_tokenizers_are_refused(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    """The first alone is read back by the server."""
+    other = [samples[0], replace(samples[1], tokenizer_sha256="0" * 64)]
+    with pytest.raises(InputError, match="2 tokenizers or prompt formats"):
+        sweep(connect, tmp_path / "r.jsonl", Plan(POINTS, other))
+    assert not fake.prompts
 
 
 def test_results_of_another_kernel_are_not_continued(
