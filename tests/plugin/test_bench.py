@@ -6,13 +6,16 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from blasst.kernels.exchange.layout import RANK, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter
 from blasst.plugin import bench, bench_step
-from blasst.plugin.bench_engines import on_cpu
+from blasst.plugin.bench_engines import limit_steps, on_cpu, share_weights, tiles
 from blasst.plugin.bench_start import read_log
 
 
@@ -94,3 +97,37 @@ def test_a_start_says_when_it_was_ready_and_what_the_kernel_took() -> None:
     assert read_log(log) == {"imports_s": 7.5, "engine_s": 12.25, "kernel_s": 2.6}
     assert read_log("blasst-start {}") == {}
     assert read_log("Traceback") is None
+
+
+class _Engine:
+    """What the helpers of benchmarks touch of an engine of this process."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.scheduler = SimpleNamespace(max_num_scheduled_tokens=2048)
+        self.llm_engine = self
+        self.engine_core = SimpleNamespace(engine_core=self)
+
+    def apply_model(self, what: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        return [what(self.model)]
+
+
+def test_engines_share_weights() -> None:
+    one, two = _Engine(torch.nn.Linear(3, 2)), _Engine(torch.nn.Linear(3, 2))
+    share_weights(one, two)
+    for name, parameter in two.model.named_parameters():
+        assert parameter.data_ptr() == one.model.get_parameter(name).data_ptr()
+
+
+def test_tiles_are_read_from_the_layers_that_count() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Identity() for _ in range(3)))
+    for layer, counts in zip(model, ([[10, 1], [20, 2]], [[30, 4], [40, 8]]), strict=False):
+        layer.impl = SimpleNamespace(blasst=SimpleNamespace(counters=torch.tensor(counts)))
+    model[2].impl = SimpleNamespace(blasst=None)  # not eligible
+    assert tiles(_Engine(model)) == (100, 15)
+
+
+def test_steps_are_limited_where_the_scheduler_looks() -> None:
+    engine = _Engine(torch.nn.Identity())
+    limit_steps(engine, 512)
+    assert engine.scheduler.max_num_scheduled_tokens == 512
