@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -175,9 +176,8 @@ def _time(
     cpus: dict[str, list[float]] = {c.name: [] for c in group}
     for i in range(-WARM_UP, plan.rounds):
         progress(f"{problem}, {shape.tokens} tokens: round {i + 1} of {plan.rounds}")
-        # Another one starts each round, so that none always runs behind the same one.
-        first = i % len(group)
-        for contender in (*group[first:], *group[:first]):
+        # A new order each round: what ran before decides the card's clock and what its cache holds.
+        for contender in random.Random(i).sample(group, len(group)):
             wall, cpu = stopwatch.time(contender.run)
             if i >= 0:
                 walls[contender.name].append(wall)

@@ -29,7 +29,9 @@ loaded only when asked for, and left out with a reason when it cannot be."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `blasst bench`."""
-    parser.description = "Benchmarks. Rounds run every contender once, in turn; medians are shown."
+    parser.description = (
+        "Benchmarks. Each round runs every contender once, in another order; medians are shown."
+    )
     parser.epilog = "exit codes: 0 measured, 1 an implementation cannot run here, 2 wrong usage"
     verbs = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     mask_verb.configure(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise, permutations
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -64,7 +66,7 @@ def test_several_implementations_are_told_apart() -> None:
     assert cells[2].skip_rate == cells[3].skip_rate > 0
 
 
-def test_rounds_start_with_another_contender_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def order_of_runs(monkeypatch: pytest.MonkeyPatch, names: str, rounds: int) -> str:
     ran: list[str] = []
 
     class Recorder(attention.Stopwatch):
@@ -72,11 +74,21 @@ def test_rounds_start_with_another_contender_each(monkeypatch: pytest.MonkeyPatc
             ran.append(next(name for name, r in runs.items() if r is run))
             return 1.0, 1.0
 
-    runs: dict[str, problems.Run] = {name: lambda n=name: n for name in "abc"}
+    runs: dict[str, problems.Run] = {name: lambda n=name: n for name in names}
     monkeypatch.setattr(attention, "Stopwatch", Recorder)
     group = [attention.Contender(name, run) for name, run in runs.items()]
-    attention._time(replace(PLAN, rounds=3), "small", SMALL, group, lambda text: None)
-    assert "".join(ran) == "cab" + "abc" + "bca" + "cab"
+    attention._time(replace(PLAN, rounds=rounds), "small", SMALL, group, lambda text: None)
+    return "".join(ran)
+
+
+def test_each_round_has_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None always runs behind the same one, and a run can be repeated as it was."""
+    ran = order_of_runs(monkeypatch, "abcd", rounds=23)
+    assert all(sorted(ran[i : i + 4]) == list("abcd") for i in range(0, len(ran), 4))
+    assert {a + b for a, b in pairwise(ran)} >= {a + b for a, b in permutations("abcd", 2)}
+    before = [Counter(b for b, a in pairwise(ran) if a == name) for name in "abcd"]
+    assert all(max(seen.values()) < sum(seen.values()) * 0.6 for seen in before)
+    assert order_of_runs(monkeypatch, "abcd", rounds=23) == ran
 
 
 class Clock(attention.Stopwatch):
