@@ -306,7 +306,8 @@ def _log2_lambdas(
     if reasons:
         return None, reasons
     log2_lambda = []
-    pairs = zip(skip_lambda.tolist(), skip_lambda.float().tolist(), strict=True)
+    values = skip_lambda.cpu()  # one wait for the device
+    pairs = zip(values.tolist(), values.float().tolist(), strict=True)
     for i, (value, single) in enumerate(pairs):
         try:
             log2_lambda.append(lambda_to_log2(value))

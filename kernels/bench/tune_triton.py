@@ -24,6 +24,7 @@ from blasst.kernels.triton.config import Config
 from blasst.kernels.triton.launch import prefill
 from blasst.kernels.types import Geometry, PagedKV, RaggedKV
 
+MODES = ("dense", "vote")
 RATES = (0.0, 0.5, 0.95)
 PAGE_SIZE = 16
 WORKERS = 12
@@ -161,14 +162,12 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return float(start.elapsed_time(end))
 
 
-def measure(
-    candidates: Sequence[Candidate], x: Inputs, modes: Sequence[str], rounds: int
-) -> list[dict[str, Any]]:
-    """One row a candidate and mode ("dense" or "vote"): median ms, skip rate, largest error."""
+def measure(candidates: Sequence[Candidate], x: Inputs, rounds: int) -> list[dict[str, Any]]:
+    """One row a candidate and mode: median ms, skip rate, largest error."""
     exact = reference(x)
     rows: list[dict[str, Any]] = []
     for candidate in candidates:
-        for mode in modes:
+        for mode in MODES:
             x.counters.zero_()
             x.out.fill_(torch.nan)
             x.run(candidate, mode == "vote")
@@ -178,7 +177,7 @@ def measure(
                 "skip_rate": skipped / visited if visited else 0.0,
                 "error": float((x.out - exact).abs().max()), "times": [],
             })  # fmt: skip
-    runs = [(c, m) for c in candidates for m in modes]
+    runs = [(c, m) for c in candidates for m in MODES]
     turns = list(zip(rows, runs, strict=True))
     for i in range(rounds):
         for row, (candidate, mode) in random.Random(i).sample(turns, len(turns)):
@@ -212,13 +211,12 @@ def main() -> None:
     for rate in RATES:
         x = make_inputs(options.tokens, rate, "cuda", torch.bfloat16)
         # Dense on the same data: what the data skip changes the card's clock, hence its time.
-        measured = measure(able, x, ("dense", "vote"), options.rounds)
-        rows += [{"rate": rate, **row} for row in measured]
+        rows += [{"rate": rate, **row} for row in measure(able, x, options.rounds)]
     print(f"{'candidate':30s} dense ms, then vote over dense at {RATES}; skip rates; errors")
     for name in map(str, able):
         dense, vote = (
             [row for row in rows if row["candidate"] == name and row["mode"] == mode]
-            for mode in ("dense", "vote")
+            for mode in MODES
         )
         times = " ".join(f"{row['ms']:7.3f}" for row in dense)
         ratios = " ".join(f"{v['ms'] / d['ms']:6.3f}" for d, v in zip(dense, vote, strict=True))

@@ -65,7 +65,7 @@ def pretend() -> None:
     torch_flex._validate_device = lambda *_: None  # type: ignore[assignment]
     hop: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # the name is an operator's
     hop._permute_strides = lambda out, like: out.new_empty_strided(out.shape, like)  # no copy
-    torch._inductor.fx_utils.FakeTensorUpdater.incremental_update = lambda _: 0  # type: ignore
+    torch._inductor.fx_utils.FakeTensorUpdater.incremental_update = lambda _: 0  # type: ignore[method-assign,assignment]
     torch._functorch.config.force_non_lazy_backward_lowering = True
 
 
