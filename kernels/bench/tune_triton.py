@@ -13,16 +13,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from blasst.kernels.call import Call, check_call
 from blasst.kernels.testing import DialOptions, cumulative, dialled_inputs
+from blasst.kernels.triton import launch
 from blasst.kernels.triton.config import Config
-from blasst.kernels.triton.launch import prefill
-from blasst.kernels.types import Geometry, PagedKV, RaggedKV
+from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
 
 MODES = ("dense", "vote")
 RATES = (0.0, 0.5, 0.95)
@@ -81,30 +82,18 @@ CANDIDATES = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """One prompt at one dialled skip rate, on the GPU."""
+    """One prompt at one dialled skip rate, on the GPU; pages: the same keys in pages."""
 
-    q: torch.Tensor
-    kv: RaggedKV
-    pages: PagedKV
-    ends: torch.Tensor
-    skip_lambda: torch.Tensor
+    contiguous: Call
+    pages: Call
     counters: torch.Tensor
     out: torch.Tensor
 
     def run(self, candidate: Candidate, vote: bool) -> None:
-        prefill(
-            self.q,
-            self.pages if candidate.paged else self.kv,
-            self.ends,
-            self.out,
-            max_seqlen_q=self.q.shape[0],
-            softmax_scale=self.q.shape[2] ** -0.5,
-            causal=True,
-            geometry=candidate.geometry,
-            skip_lambda=self.skip_lambda if vote else None,
-            counters=self.counters if vote else None,
-            config=candidate.config,
-        )
+        call = self.pages if candidate.paged else self.contiguous
+        skip_lambda = call.skip_lambda if vote else None
+        call = replace(call, geometry=candidate.geometry, skip_lambda=skip_lambda)
+        launch.run(call, self.out, self.counters if vote else None, candidate.config)
 
 
 def make_inputs(tokens: int, skip_rate: float, device: str, dtype: torch.dtype) -> Inputs:
@@ -123,15 +112,15 @@ def make_inputs(tokens: int, skip_rate: float, device: str, dtype: torch.dtype) 
     in_pages = (tokens // PAGE_SIZE, PAGE_SIZE, *k.shape[1:])
     paged_k, paged_v = torch.empty_like(k).view(in_pages), torch.empty_like(v).view(in_pages)
     paged_k[order], paged_v[order] = k.view(in_pages), v.view(in_pages)
-    return Inputs(
-        q,
-        RaggedKV(k, v, ends),
-        PagedKV(paged_k, paged_v, order.int()[None], ends[1:]),
-        ends,
-        x.skip_lambda.to(device),
-        torch.zeros(8, 2, dtype=torch.int64, device=device),
-        torch.empty_like(q),
+    contiguous, pages = (
+        check_call(q, kv, ends, AttentionSpec(), x.skip_lambda.to(device), None, None)
+        for kv in (
+            RaggedKV(k, v, ends),
+            PagedKV(paged_k, paged_v, order.int()[None], ends[1:]),
+        )
     )
+    counters = torch.zeros(8, 2, dtype=torch.int64, device=device)
+    return Inputs(contiguous, pages, counters, torch.empty_like(q))
 
 
 def compile_candidate(candidate: Candidate) -> str:
@@ -147,7 +136,8 @@ def compile_candidate(candidate: Candidate) -> str:
 
 
 def reference(x: Inputs) -> torch.Tensor:
-    q, k, v = (t.transpose(0, 1)[None] for t in (x.q, x.kv.k, x.kv.v))
+    call = x.contiguous
+    q, k, v = (t.transpose(0, 1)[None] for t in (call.q, call.kv.k, call.kv.v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from blasst.kernels.block_lists import WORD, BlockLists, block_lists
+from blasst.kernels.block_lists import WORD, block_lists
 from blasst.kernels.call import Call
 from blasst.kernels.errors import UnsupportedError
 from blasst.kernels.support import grid_reasons
@@ -24,36 +24,25 @@ HEAD_DIMS = (64, 128)
 TILES = (16, 32, 64, 128)  # tl.dot takes no less than 16 rows; 256 do not fit
 
 
-def prefill(
-    q: torch.Tensor,
-    kv: PagedKV | RaggedKV,
-    cu_seqlens_q: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    causal: bool,
-    geometry: Geometry,
-    skip_lambda: torch.Tensor | None,
-    counters: torch.Tensor | None,
-    lists: BlockLists | None = None,
-    config: Config | None = None,
+def run(
+    call: Call, out: torch.Tensor, counters: torch.Tensor | None, config: Config | None = None
 ) -> torch.Tensor:
-    """Fills `out`, returns lse. Inputs as in `prefill_attention`, unchecked.
+    """The implementation "triton" of prefill_attention: fills `out`, returns lse.
 
-    max_seqlen_q: query rows of the longest request or more; skip_lambda is read on the device when
-    the kernel runs. lists: the blocks to visit; config: None = what suits the device.
+    skip_lambda is read on the device when the kernel runs. config: None = what suits the device.
     """
     from blasst.kernels.triton.device import prefill_kernel
 
+    q, kv, geometry, skip_lambda = call.q, call.kv, call.geometry, call.skip_lambda
     num_heads, num_kv_heads = q.shape[1], kv.k.shape[-2]
     lse = torch.empty(num_heads, q.shape[0], dtype=torch.float32, device=q.device)
-    m_blocks = -(-max_seqlen_q // geometry.tile_m)
-    grid = (num_heads // num_kv_heads, m_blocks, num_kv_heads * (cu_seqlens_q.numel() - 1))
+    m_blocks = max((-(-r.seqlen_q // geometry.tile_m) for r in call.requests), default=0)
+    grid = (num_heads // num_kv_heads, m_blocks, num_kv_heads * len(call.requests))
     if 0 in grid:
         return lse
     if reasons := grid_reasons(*grid[1:]):
         raise UnsupportedError(reasons)
+    lists = None if call.spec.block_mask is None else tuple(block_lists(call))
     page, lengths, table, stride_k, stride_v = _key_layout(kv)
     config = config or config_of(q, geometry, paged=page > 0, lists=lists is not None)
     k_boxes, v_boxes = boxes_of(kv, geometry.tile_n) if config.boxes else (None, None)
@@ -63,18 +52,18 @@ def prefill(
         kv.v,
         out,
         lse,
-        cu_seqlens_q,
+        call.cu_seqlens_q,
         lengths,
         table,
         skip_lambda,
         counters,
-        None if lists is None else tuple(lists),
+        lists,
         k_boxes,
         v_boxes,
-        softmax_scale * LOG2_E,
+        call.softmax_scale * LOG2_E,
         num_kv_heads,
         (q.stride(), stride_k, stride_v, out.stride(), lse.stride(0), table.stride(0)),
-        CAUSAL=causal,
+        CAUSAL=call.spec.causal,
         VOTE=skip_lambda is not None,
         COUNT=skip_lambda is not None and counters is not None,
         PAGE=page,
@@ -168,20 +157,3 @@ def problem_reasons(problem: Problem) -> list[str]:
     if problem.block_mask and geometry.tile_n < WORD:
         reasons.append(f"tile_n {geometry.tile_n} with a block mask must be at least {WORD}")
     return reasons
-
-
-def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
-    """The implementation "triton" of prefill_attention."""
-    return prefill(
-        call.q,
-        call.kv,
-        call.cu_seqlens_q,
-        out,
-        max_seqlen_q=max((r.seqlen_q for r in call.requests), default=0),
-        softmax_scale=call.softmax_scale,
-        causal=call.spec.causal,
-        geometry=call.geometry,
-        skip_lambda=call.skip_lambda,
-        counters=counters,
-        lists=None if call.spec.block_mask is None else block_lists(call),
-    )

@@ -202,7 +202,6 @@ def test_reference_and_cpu_skip_the_same_blocks_under_a_mask(
 @pytest.mark.parametrize("name", ["shared prefix", "strip thinking"])
 def test_triton_reference_and_cpu_agree(name: str) -> None:
     """One request, one skip map: the Triton kernel is interpreted where there is no GPU."""
-    from blasst.kernels.block_lists import block_lists
     from blasst.kernels.triton import launch
 
     mask = bind(MASKS[name], segments(2, 1, 300))
@@ -215,19 +214,7 @@ def test_triton_reference_and_cpu_agree(name: str) -> None:
     assert expected.smallest_margin > 1e-3
     assert expected.skip_rate > 0
     out, counters = torch.empty_like(q), torch.zeros(2, 1, 2, dtype=torch.int64)
-    launch.prefill(
-        q,
-        kv,
-        ends,
-        out,
-        max_seqlen_q=300,
-        softmax_scale=0.125,
-        causal=spec.causal,
-        geometry=Geometry(64, 64),
-        skip_lambda=lam,
-        counters=counters[0],
-        lists=block_lists(check_call(q, kv, ends, spec, lam, None, None)),
-    )
+    launch.run(check_call(q, kv, ends, spec, lam, None, None), out, counters[0])
     prefill_attention(q, kv, ends, spec=spec, skip_lambda=lam, impl="cpu", counters=counters[1])
     assert torch.equal(counters[0], expected.counts(1))
     assert torch.equal(counters[1], expected.counts(1))

@@ -197,6 +197,19 @@ def test_values_on_demand_come_inside_the_branch(builds: dict[str, dict[str, Any
 
 
 @pytest.mark.slow
+def test_a_vote_takes_no_other_threads_scores(builds: dict[str, dict[str, Any]]) -> None:
+    """Between scores and vote there are the maxima of each thread's own: no shuffle of a row's
+    four threads, which only kept blocks need, and no trip through shared memory."""
+    for loop in builds["90, vote, ragged"]["ttgir"].split("scf.for")[-2:]:
+        vote, kept = loop.split("barrier.cta.red")
+        maxima = vote.split("warp_group_dot_wait")[-1]
+        assert "128x4xf32" in maxima
+        assert maxima.count('"tt.reduce"') == 2  # of 2 and of TILE_N / 8 columns
+        assert not [x for x in loop.splitlines() if "ttg.convert_layout" in x and "128x4x" in x]
+        assert kept.count('"tt.reduce"') == 2  # the row's maximum, and its sum
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_product_is_taken_apart(builds: dict[str, dict[str, Any]], case: str) -> None:
     """ptxas says so when it waits for every instruction of a product (C7510 and after)."""

@@ -97,6 +97,23 @@ BUGS = {
     "block before a look at the skips visited twice": Bug(
         "done = end", "done = tl.maximum(done + 1, end - 1)", loops=True
     ),
+    "by thread: a threshold of unscaled scores": Bug(
+        "log2_lambda / scale_log2", "log2_lambda", loops=True
+    ),
+    "by thread: on the first block's maximum": Bug(
+        "tl.maximum(row_max + vote[0], vote[1])",
+        'tl.where(threshold > float("-inf"), threshold, tl.maximum(row_max + vote[0], vote[1]))',
+        loops=True,
+    ),
+    "by thread: a row's maximum taken from one": Bug(
+        "block_max = tl.max(most, 1)", "block_max = tl.min(most, 1)", loops=True
+    ),
+    "by thread: rows that do not exist need blocks": Bug(
+        "tl.where(row_exists, least, threshold)", "least", loops=True
+    ),
+    "by thread: a single one is overruled": Bug(
+        "x = tl.max(x.to(tl.int32), 1)", "x = tl.sum(x.to(tl.int32), 1) > 1", loops=True
+    ),
     "bits read from the top": Bug("word >> (n % 32)", "word >> (31 - n % 32)", lists=True),
 }  # fmt: skip
 

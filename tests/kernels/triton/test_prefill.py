@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from blasst.kernels.reference import reference_attention
-from blasst.kernels.triton.config import Config
-from blasst.kernels.triton.launch import boxes_of, prefill
+from blasst.kernels.call import check_call
+from blasst.kernels.reference import run_reference
+from blasst.kernels.triton.config import SHARED_MEMORY, Config, config_for, own_geometry
+from blasst.kernels.triton.launch import boxes_of, run
 from blasst.kernels.types import AttentionSpec, Geometry, PagedKV, RaggedKV
 
 pytest.importorskip("triton", reason="the Triton kernel needs triton")
@@ -27,25 +29,12 @@ def check(
 ) -> torch.Tensor:  # fmt: skip
     """Runs the kernel on poisoned outputs, compares with the oracle, returns the counters."""
     spec = AttentionSpec(causal=causal, geometry=case.geometry)
-    want = reference_attention(
-        inputs.q, kv, inputs.cu_seqlens_q, spec=spec, skip_lambda=skip_lambda
-    )
+    call = check_call(inputs.q, kv, inputs.cu_seqlens_q, spec, skip_lambda, None, None)
+    want = run_reference(call)
     assert want.smallest_margin > 1e-3, "the inputs hold a tie"
     out = torch.full_like(inputs.q, torch.nan)
     counters = torch.zeros(case.num_kv_heads, 2, dtype=torch.int64, device=inputs.q.device)
-    lse = prefill(
-        inputs.q,
-        kv,
-        inputs.cu_seqlens_q,
-        out,
-        max_seqlen_q=max(case.seqlens_q),
-        softmax_scale=case.head_dim**-0.5,
-        causal=causal,
-        geometry=case.geometry,
-        skip_lambda=skip_lambda,
-        counters=counters,
-        config=config,
-    )
+    lse = run(call, out, counters, config)
     eps = 2 * torch.finfo(inputs.q.dtype).eps
     torch.testing.assert_close(out.double(), want.out, rtol=eps, atol=eps)
     torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
@@ -115,6 +104,38 @@ def test_every_config_gives_the_same(make_case: Make, name: str, page_size: int 
     check(inputs, case, kv, True, None, CONFIGS[name])
 
 
+@pytest.mark.parametrize("low", [0.3, 0.9])
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_ships_for_hopper(
+    make_case: Make, head_dim: int, page_size: int | None, low: float
+) -> None:
+    """Two programs a multiprocessor, with looks often enough that values are fetched both ways;
+    rows that do not exist, lambda 0 for one request. Interpreted all but the PTX of the vote."""
+    paged = page_size is not None
+    on_gpu = torch.cuda.is_available()
+    case, inputs = make_case(
+        seqlens_q=(135, 2), seqlens_k=(900, 200), head_dim=head_dim, num_heads=1, num_kv_heads=1,
+        dtype=torch.bfloat16 if on_gpu else torch.float16, low=low,
+        geometry=own_geometry(head_dim, (9, 0), paged=paged),
+    )  # fmt: skip
+    config = replace(
+        config_for(case.geometry, head_dim, paged=paged, shared_memory=SHARED_MEMORY[9, 0]),
+        chunk=4,
+    )
+    assert config.ballot
+    if not on_gpu:
+        config = replace(config, ballot=False)
+    elif torch.cuda.get_device_capability(inputs.q.device) < (9, 0):
+        pytest.skip("the copy engine and this vote need compute capability 9.0")
+    kv: PagedKV | RaggedKV = inputs.paged(page_size) if page_size else inputs.ragged
+    counters = check(inputs, case, kv, True, inputs.q.new_tensor([0.05, 0.0]).float(), config)
+    assert 0 < counters[0, 1] < counters[0, 0]
+    if on_gpu:
+        check(inputs, case, kv, False, inputs.q.new_tensor([0.05, 0.3]).float(), config)
+        check(inputs, case, kv, True, None, config)
+
+
 def test_tensors_that_the_copy_engine_cannot_read_go_by_pointers(make_case: Make) -> None:
     case, inputs = make_case(seqlens_q=(70,), seqlens_k=(200,))
     assert None not in boxes_of(inputs.ragged, 64)
@@ -163,17 +184,12 @@ def test_rows_that_see_nan_or_infinity_and_no_others_are_not_finite(
     bad = 21
     {"q": inputs.q, "k": inputs.k}[where][bad, 0, 0] = value
     out = torch.zeros_like(inputs.q)
-    lse = prefill(
-        inputs.q,
-        inputs.ragged,
-        inputs.cu_seqlens_q,
+    lambdas = None if skip_lambda is None else inputs.q.new_tensor([skip_lambda]).float()
+    spec = AttentionSpec(geometry=case.geometry)
+    lse = run(
+        check_call(inputs.q, inputs.ragged, inputs.cu_seqlens_q, spec, lambdas, None, None),
         out,
-        max_seqlen_q=60,
-        softmax_scale=case.head_dim**-0.5,
-        causal=True,
-        geometry=case.geometry,
-        skip_lambda=None if skip_lambda is None else inputs.q.new_tensor([skip_lambda]).float(),
-        counters=None,
+        None,
     )
     rows = torch.arange(60, device=out.device)
     seen = rows >= bad if where == "k" else rows == bad
@@ -195,10 +211,9 @@ def test_heads_may_be_further_apart_than_32_bits_count(make_case: Make) -> None:
     far = [memory.as_strided((4, 5, 64), (64, step, 1), start + 1024 * i) for i in range(4)]
     for to, t in zip(far, (near.q, near.k, near.v), strict=False):
         to.copy_(t)
-    where = {"max_seqlen_q": 4, "softmax_scale": 0.125, "causal": True, "geometry": case.geometry}
+    spec, ends = AttentionSpec(geometry=case.geometry), near.cu_seqlens_q
     expected = torch.empty_like(near.q)
-    ends = near.cu_seqlens_q
-    prefill(near.q, near.ragged, ends, expected, skip_lambda=None, counters=None, **where)
+    run(check_call(near.q, near.ragged, ends, spec, None, None, None), expected, None)
     q, k, v, out = far
-    prefill(q, RaggedKV(k, v, ends), ends, out, skip_lambda=None, counters=None, **where)
+    run(check_call(q, RaggedKV(k, v, ends), ends, spec, None, None, None), out, None)
     assert torch.equal(out, expected)
