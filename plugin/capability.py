@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from blasst.kernels.dispatch import AUTO, choose
@@ -39,7 +40,8 @@ def device() -> tuple[str, tuple[int, int] | None]:
 
 
 def engine_reasons(vllm_config: Any) -> list[str]:
-    """Options of the engine under which batch rows are not whole requests, or keys are split."""
+    """Options of the engine under which batch rows are not whole requests, keys are split, or what
+    a vote depends on is not allowed to matter."""
     parallel = vllm_config.parallel_config
     reasons = []
     for option, name in (
@@ -55,6 +57,11 @@ def engine_reasons(vllm_config: Any) -> list[str]:
     if getattr(vllm_config, "speculative_config", None) is not None and device()[0] == "cuda":
         reasons.append(
             "speculative decoding: a captured graph that verifies drafts may run a short prefill"
+        )
+    if os.environ.get("VLLM_BATCH_INVARIANT", "").strip() not in ("", "0"):
+        reasons.append(
+            "VLLM_BATCH_INVARIANT: rows vote together as chunks cut them, and that depends on the "
+            "batch"
         )
     model = vllm_config.model_config
     if getattr(model, "is_mm_prefix_lm", False):

@@ -29,7 +29,12 @@ FEW = 64
 """Rows of a batch that do not fill a GPU by themselves."""
 
 
-# What is made in every step is a tuple: a frozen dataclass takes many times as long to make.
+# What is made in every step is a tuple: a frozen dataclass takes many times as long to make. A
+# NamedTuple's own constructor is Python, one function for each class, and an engine's work between
+# two steps has driven each of them from the caches: `tuple_of` makes them all.
+tuple_of = tuple.__new__
+
+
 class Votes(NamedTuple):
     """Rows of a batch of `size` that vote, ascending; the tokens and the lambda of each.
 
@@ -171,13 +176,13 @@ class Splitter:
     def split(self, common: Any, votes: Votes, narrow: Narrow) -> Split:
         """Rows behind the first votes.size of the batch are padding."""
         table, seq_lens = common.block_table_tensor, common.seq_lens
+        strides = table.stride()
         places = (
             common.query_start_loc.data_ptr(),
             seq_lens.data_ptr(),
             common.slot_mapping.data_ptr(),
             table.data_ptr(),
-            table.shape[1],
-            table.stride(0),
+            strides,
         )
         # A view keeps its storage, so what is found at its address is the same tensor.
         if places != self._places or len(self._layouts) == KEPT:
@@ -188,7 +193,11 @@ class Splitter:
         key = (rows[0], size) if behind else (size, rows, lengths, others)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = self._lay_out(common, votes)
+            layout = self._lay_out(common, votes)
+            # A slice of a table's columns is a part of the whole rows that are remembered, and
+            # begins where they do, in as long strides: its own views would be too narrow for them.
+            if table.shape[1] == strides[0]:
+                self._layouts[key] = layout
         chosen, begin, cu_seqlens_q, page_table, seqlens_k, rests = layout
         skip_lambda, log2_lambda = self._lambdas.load(lambdas)
         stock = []
@@ -198,14 +207,17 @@ class Splitter:
             if rest.few or rest.apart:
                 self._change(changing, common, votes, rest)
             stock.append((rest, narrow(rest, changing)))
-        return Split(
-            chosen,
-            cu_seqlens_q,
-            _pick(table, chosen.rows) if page_table is None else page_table,
-            _pick(seq_lens, chosen.rows) if seqlens_k is None else seqlens_k,
-            _batch(begin, votes, log2_lambda),
-            skip_lambda,
-            tuple(stock),
+        return tuple_of(
+            Split,
+            (
+                chosen,
+                cu_seqlens_q,
+                _pick(table, chosen.rows) if page_table is None else page_table,
+                _pick(seq_lens, chosen.rows) if seqlens_k is None else seqlens_k,
+                _batch(begin, votes, log2_lambda),
+                skip_lambda,
+                tuple(stock),
+            ),
         )
 
     def _change(self, fields: dict[str, Any], common: Any, votes: Votes, rest: Rest) -> None:
@@ -279,11 +291,13 @@ class Splitter:
 
 def _batch(begin: int, votes: Votes, log2_lambda: tuple[float, ...]) -> Batch:
     requests: list[Request] = []
-    for row, length in zip(votes.rows, votes.lengths, strict=True):
-        keys = votes.computed.item(row) + length
-        requests.append(Request(len(requests), begin, length, keys))
+    lengths, computed = votes.lengths, votes.computed
+    for index, row in enumerate(votes.rows):
+        length = lengths[index]
+        request = index, begin, length, computed.item(row) + length
+        requests.append(tuple_of(Request, request))
         begin += length
-    return Batch(tuple(requests), log2_lambda)
+    return tuple_of(Batch, (tuple(requests), log2_lambda))
 
 
 def sub_batch(common: Any, part: Rest, changing: dict[str, Any]) -> Any:

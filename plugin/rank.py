@@ -11,8 +11,8 @@ import multiprocessing.util
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from blasst.kernels.exchange.stats import StatsWriter, free_name
 from blasst.kernels.stats import SkipCounters
 from blasst.kernels.types import Geometry
 from blasst.plugin.log import logger
-from blasst.plugin.metadata import Votes
+from blasst.plugin.metadata import Votes, tuple_of
 from blasst.plugin.stamp import read_stamp
 
 _WARM_UP = ("_v2_", "_warmup_")
@@ -36,7 +36,8 @@ _LAST_COPY_S = 1.0
 @dataclass(frozen=True)
 class RankShape:
     """Where this worker stands, and the part of the model it holds. geometry: what votes as one;
-    None where layers differ in it. layers_dense: layers for each of LAYER_REASONS."""
+    None where layers differ in it. layers_dense: layers for each of LAYER_REASONS. served: what the
+    engine computes with, by the names of layout.SERVED."""
 
     engine: str
     rank: str
@@ -50,6 +51,7 @@ class RankShape:
     geometry: Geometry | None = None
     layers_voting: int = 0
     layers_dense: tuple[int, ...] = (0,) * len(LAYER_REASONS)
+    served: Mapping[str, str] = field(default_factory=dict)
 
 
 class Rank:
@@ -118,6 +120,30 @@ class Rank:
         if total == size:
             self._step = {"decode_tokens": total}
             return None
+        last = lengths.item(-1)
+        if last - 1 == total - size and req_ids[size - 1] not in drafts:
+            # One chunk of a prompt behind decodes: nearly every step of vLLM's newer runner.
+            skip_lambda = self._lambdas.get(req_ids[size - 1])
+            if skip_lambda is not None:
+                self._step = {
+                    "prefill_requests_vote": 1,
+                    "prefill_tokens_vote": last,
+                    "decode_tokens": total - last,
+                }
+                self.voted = True
+                return tuple_of(Votes, (size, (size - 1,), (last,), computed, [skip_lambda], None))
+        return self._rows(req_ids, lengths, computed, total, drafts)
+
+    def _rows(
+        self,
+        req_ids: Sequence[str],
+        lengths: np.ndarray[Any, Any],
+        computed: np.ndarray[Any, Any],
+        total: int,
+        drafts: Collection[str],
+    ) -> Votes | None:
+        """As `rows`, wherever the longer rows are."""
+        size = len(lengths)
         rows: list[int] = []
         voting: list[int] = []
         lambdas: list[float] = []
@@ -218,13 +244,9 @@ class Rank:
 
 
 def _longer(lengths: np.ndarray[Any, Any], total: int) -> list[int]:
-    """Rows of more than one token: mostly the one chunk of a prompt that a step has room for, and
-    behind all decodes (vLLM's newer runner)."""
-    more = total - len(lengths)
-    if lengths.item(-1) - 1 == more:
-        return [len(lengths) - 1]
+    """Rows of more than one token: mostly the one chunk of a prompt that a step has room for."""
     longest = int(lengths.argmax())
-    if lengths.item(longest) - 1 == more:
+    if lengths.item(longest) - 1 == total - len(lengths):
         return [longest]
     found: list[int] = (lengths > 1).nonzero()[0].tolist()
     return found
@@ -242,6 +264,7 @@ def _open_page(folder: Path | None, shape: RankShape) -> StatsWriter | None:
         "first_layer": str(shape.first_layer),
         "first_kv_head": str(shape.first_kv_head),
         "refusal": shape.refusal,
+        **shape.served,
     }
     if shape.geometry is not None:
         labels |= {"tile_m": str(shape.geometry.tile_m), "tile_n": str(shape.geometry.tile_n)}

@@ -15,6 +15,7 @@ from blasst.kernels.plan import Plan, plan
 from blasst.kernels.support import unsupported_reasons
 from blasst.kernels.types import Impl, Problem
 from blasst.plugin.eligibility import Verdict, judge_all, table
+from blasst.plugin.identity import identity
 from blasst.plugin.log import logger
 from blasst.plugin.metadata import LayerVote
 from blasst.plugin.rank import Rank, RankShape
@@ -147,6 +148,7 @@ def _shape(
         layers_dense=tuple(
             sum(v.impl is None and v.kind == reason for v in verdicts) for reason in LAYER_REASONS
         ),
+        served=identity(vllm_config),
     )
 
 

@@ -41,7 +41,9 @@ class Inputs:
     pack: int = 1
 
     @classmethod
-    def of(cls, call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> Inputs:
+    def of(
+        cls, call: Call, out: torch.Tensor, counters: torch.Tensor | None, pack: int = 1
+    ) -> Inputs:
         return cls(
             call.q,
             call.kv,
@@ -52,6 +54,7 @@ class Inputs:
             call.spec.causal,
             call.skip_lambda,
             counters,
+            pack=pack,
         )
 
     def choices(self) -> dict[str, Any]:

@@ -12,7 +12,19 @@ from blasst.kernels.threshold import lambda_to_mag
 RANK = "rank"
 """Page of one rank; labels engine, rank, pid, model_name, impl, first_layer, first_kv_head,
 tile_m and tile_n (query rows and keys that vote as one; absent: unknown, or of an older release),
-and refusal: why none of its layers can skip, "" when some can."""
+refusal: why none of its layers can skip, "" when some can, and those of SERVED."""
+
+SERVED = (
+    "weights",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+)
+"""Labels that say what an engine computes with; absent: unknown, or of an older release. weights: a
+digest, another one for another training of the same shapes."""
 
 FRONT = "front"
 """Page of one vLLM front end; labels pid, model_name, vllm_version, and min_context: its own

@@ -24,6 +24,7 @@ from blasst.kernels.exchange.layout import (
     RANK_COUNTERS,
     REQUEST_REASONS,
     RETIRED,
+    SERVED,
     TTFT_BUCKETS_S,
     front_fields,
     tiles_of,
@@ -46,7 +47,8 @@ _FIRST_MAX_DIGITS = 6
 class RankTotals:
     """One rank of one engine. tiles: (layer, kv head) of the whole model -> (visited, skipped).
     Of its newest page: geometry (rows x keys that vote as one, "" unknown), the newest generation
-    that a stamp brought it, how many layers vote, and reason -> how many are dense."""
+    that a stamp brought it, how many layers vote, reason -> how many are dense, and what it
+    computes with by the names of SERVED."""
 
     model_name: str
     engine: str
@@ -58,6 +60,7 @@ class RankTotals:
     generation_seen: int = 0
     layers_voting: int = 0
     layers_dense: dict[str, int] = field(default_factory=dict)
+    served: dict[str, str] = field(default_factory=dict)
     tiles: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RANK_COUNTERS, 0))
 
@@ -120,7 +123,7 @@ class CachedPages:
     def __init__(
         self,
         folder: Path,
-        max_age_s: float = 0.5,
+        max_age_s: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
@@ -237,6 +240,7 @@ def _take_state(total: RankTotals, page: StatsPage) -> None:
     total.generation_seen = int(page.scalar("generation_seen", 0))
     total.layers_voting = int(page.scalar("layers_voting", 0))
     total.layers_dense = _by_reason(page, "layers_dense", LAYER_REASONS)
+    total.served = {name: labels[name] for name in SERVED if labels.get(name)}
 
 
 def _by_reason(page: StatsPage, name: str, reasons: tuple[str, ...]) -> dict[str, int]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from blasst.kernels.exchange.layout import RETIRED
+from blasst.kernels.exchange.layout import RETIRED, SERVED
 from blasst.kernels.exchange.pages import known
 from blasst.kernels.exchange.stats import (
     SUFFIX,
@@ -27,7 +27,7 @@ from blasst.kernels.exchange.stats import (
     stats_names,
 )
 
-_OF_A_PROCESS = ("pid", "vllm_version", "min_context", "refusal")
+_OF_A_PROCESS = ("pid", "vllm_version", "min_context", "refusal", *SERVED)
 _HIGHEST = ("generation_read", "generation_stamped", "generation_seen")
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 _STATE = ("threshold_lambda", "threshold_mag", "threshold_classes", "layers_voting", "layers_dense")

@@ -58,7 +58,8 @@ def prefill(
 def start(inputs: Inputs) -> torch.Tensor:
     """Fills inputs.out, returns lse. The lists of a block mask are for Config.warpgroups tiles."""
     config = config_for(**inputs.choices(), pack=inputs.pack)
-    config = replace(config, trace=inputs.trace is not None)
+    if inputs.trace is not None:
+        config = replace(config, trace=True)
     return inputs.start(config_reasons(config), lambda: _compiled(config))
 
 
@@ -153,7 +154,7 @@ def _processors(device: torch.device) -> int:
 
 def run(call: Call, out: torch.Tensor, counters: torch.Tensor | None) -> torch.Tensor:
     """The implementation "hopper" of prefill_attention."""
-    inputs = replace(Inputs.of(call, out, counters), pack=packing(call))
+    inputs = Inputs.of(call, out, counters, packing(call))
     if call.spec.block_mask is not None:
         tiles = problem_config(call.problem).warpgroups
         inputs = replace(inputs, lists=group_lists(call, tiles, ROWS))

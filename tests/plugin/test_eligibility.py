@@ -143,6 +143,15 @@ def test_engine_options_that_break_up_requests(changes: dict[str, Any]) -> None:
     assert judge(PLAIN, [reason], "auto") == Verdict(PLAIN.name, None, (reason,))
 
 
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
+def test_answers_that_must_not_depend_on_the_batch_are_dense(
+    monkeypatch: pytest.MonkeyPatch, value: str, refused: bool
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    reasons = engine_reasons(engine())
+    assert [r.split(":")[0] for r in reasons] == ["VLLM_BATCH_INVARIANT"] * refused
+
+
 def test_table_groups_equal_verdicts() -> None:
     verdicts = [Verdict(f"layers.{i}", "cpu", ()) for i in range(30)]
     verdicts += [Verdict("layers.30", None, ("ALiBi", "attention sinks"))]

@@ -296,8 +296,21 @@ def test_views_follow_tensors_that_move() -> None:
     assert again.page_table is before.page_table
     moved = batch(block_table_tensor=torch.arange(10, 20, dtype=torch.int32).view(5, 2))
     assert divide(moved, lambdas, splitter).page_table.tolist() == [[18, 19]]
-    wide = moved.replace(block_table_tensor=moved.block_table_tensor[:, :1])
-    assert divide(wide, lambdas, splitter).page_table.tolist() == [[18]]
+    # A slice of the columns is a part of what is known; what was a slice is not remembered.
+    narrow = moved.replace(block_table_tensor=moved.block_table_tensor[:, :1])
+    assert divide(narrow, lambdas, splitter).page_table.tolist() == [[18, 19]]
+    splitter = Splitter(8, "cpu")
+    assert divide(narrow, lambdas, splitter).page_table.tolist() == [[18]]
+    assert divide(moved, lambdas, splitter).page_table.tolist() == [[18, 19]]
+    (one_column,) = divide(moved, lambdas, splitter).stock
+    assert one_column[1].block_table_tensor.shape == (4, 2)
+    splitter = Splitter(8, "cpu")  # whole rows first, and a layout that only the slice had
+    divide(moved, [None, 0.5, 0.5, None, None], splitter)
+    assert divide(narrow, lambdas, splitter).page_table.tolist() == [[18]]
+    assert divide(moved, lambdas, splitter).page_table.tolist() == [[18, 19]]
+    other = moved.block_table_tensor.view(-1)[:5].view(5, 1)  # at the same address, other rows
+    reread = moved.replace(block_table_tensor=other)
+    assert divide(reread, lambdas, splitter).page_table.tolist() == [[14]]
 
 
 def test_lambdas_stay_at_their_address_and_are_copied_when_they_change() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blasst.kernels.exchange.layout import RANK_COUNTERS
 from blasst.kernels.exchange.stats import StatsPage, iter_stats
 from blasst.kernels.types import Geometry
 from blasst.plugin import request_tap
@@ -42,6 +43,33 @@ def step(rank: Rank, tokens: dict[str, int], drafts: tuple[str, ...] = ()) -> An
     assert votes.others == (None if set(others) <= {1} else lengths.tobytes())
     found = dict(zip(votes.rows, votes.lambdas, strict=True))
     return [found.get(row) for row in range(len(tokens))]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_and_counts_are_those_of_a_plain_loop(seed: int) -> None:
+    """Chunks behind decodes take a shorter way than rows that lie anywhere."""
+    rng = np.random.default_rng(seed)
+    r, expected = rank(), dict.fromkeys(RANK_COUNTERS, 0)
+    promised = {f"r{i}": [None, 0.0, 0.5, 0.25][i % 4] for i in range(12)}
+    r.note([new(name, Stamp(value)) for name, value in promised.items()], ())
+    for _ in range(200):
+        names = list(rng.permutation(list(promised))[: rng.integers(1, 6)])
+        tokens = {str(name): 1 for name in names}
+        for name in names if rng.integers(2) else names[-1:]:
+            tokens[str(name)] = int(rng.choice([1, 1, 2, 7, 1800]))
+        drafts = tuple(str(name) for name in names if rng.integers(5) == 0)
+        wanted: list[float | None] = []
+        for name, count in tokens.items():
+            value = promised[name] if count > 1 and name not in drafts else None
+            wanted.append(value)
+            decode = count == 1 or name in drafts
+            kind = "decode" if decode else "dense" if value is None else "vote"
+            expected["decode_tokens" if decode else f"prefill_tokens_{kind}"] += count
+            if not decode:
+                expected[f"prefill_requests_{kind}"] += 1
+        found = step(r, tokens, drafts)
+        assert (found or [None] * len(tokens)) == wanted
+    assert r.counts == expected
 
 
 def rank(folder: Path | None = None, shape: RankShape = SHAPE, interval_s: float = 0.05) -> Rank:
