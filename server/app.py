@@ -247,7 +247,7 @@ def _add_metrics(app: FastAPI, page: MetricsPage, upstream: Upstream | None) -> 
         response_class=PlainTextResponse,
     )
     def metrics() -> Response:
-        """Made at most twice a second. docs/api.md lists every name, label and unit."""
+        """Made at most ten times a second. docs/api.md lists every name, label and unit."""
         # vLLM's part first: whether it answered is on our own.
         foreign = b"" if upstream is None else upstream.text()
         return Response(page.text() + foreign, media_type=CONTENT_TYPE_PLAIN_0_0_4)

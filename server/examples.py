@@ -24,6 +24,7 @@ _STATE: dict[str, Any] = {
             "alive": True,
             "generation_read": 3,
             "generation_stamped": 3,
+            "min_context": 8192,
             "age_s": 0.4,
         }
     ],
@@ -41,6 +42,15 @@ _RANK: dict[str, Any] = {
     "generation_seen": 3,
     "layers_voting": 30,
     "layers_dense": {},
+    "served": {
+        "weights": "5d07a10c62c41a3b",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
+        "quantization": "none",
+        "max_num_batched_tokens": "8192",
+        "tensor_parallel_size": "1",
+        "pipeline_parallel_size": "1",
+    },
     "alive": True,
     "age_s": 0.4,
     "counters": {

@@ -32,6 +32,10 @@ class FrontEndView(BaseModel):
     alive: bool = Field(description="false: the process is gone; its counters remain")
     generation_read: int = Field(description="generation that new requests get")
     generation_stamped: int = Field(description="generation of the last request it admitted")
+    min_context: int | None = Field(
+        description="its own setting, prompt tokens, in force where the threshold's min_context is "
+        "null; null: unknown"
+    )
     age_s: float = Field(description="seconds since it last wrote its statistics page")
 
 
@@ -91,6 +95,11 @@ class RankView(BaseModel):
     )
     layers_voting: int = Field(description="layers that skip under a threshold")
     layers_dense: dict[str, int] = Field(description="reason -> layers that cannot skip")
+    served: dict[str, str] = Field(
+        description="what the engine computes with: weights (digest of the model's files), dtype, "
+        "kv_cache_dtype, quantization, max_num_batched_tokens, tensor_parallel_size, "
+        "pipeline_parallel_size; a name that is missing is unknown"
+    )
     alive: bool = Field(description="false: the process is gone; its counters remain")
     age_s: float = Field(
         description="seconds since it last wrote its statistics page, which it does only after it "

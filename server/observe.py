@@ -193,6 +193,9 @@ def front_end_views(pages: Iterable[StatsPage]) -> list[models.FrontEndView]:
             alive=page.alive,
             generation_read=int(page.scalar("generation_read")),
             generation_stamped=int(page.scalar("generation_stamped")),
+            min_context=int(own)
+            if (own := page.labels.get("min_context", "")).isdecimal()
+            else None,
             age_s=_age(page.updated_at),
         )
         for page in pages
@@ -226,6 +229,7 @@ def _rank(rank: RankTotals) -> models.RankView:
         generation_seen=rank.generation_seen,
         layers_voting=rank.layers_voting,
         layers_dense={reason: n for reason, n in rank.layers_dense.items() if n},
+        served=rank.served,
         alive=rank.alive,
         age_s=_age(rank.updated_at),
         counters=rank.counters,

@@ -55,7 +55,7 @@ class PagesCollector:
         self,
         stats_folder: Path,
         *,
-        max_age_s: float = 0.5,
+        max_age_s: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
         desired_generation: Callable[[], int | None] = lambda: None,
     ) -> None:

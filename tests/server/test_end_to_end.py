@@ -15,6 +15,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from blasst.kernels.exchange.layout import SERVED
 from blasst.kernels.exchange.stats import iter_stats
 from blasst.kernels.threshold import SkipThreshold
 from blasst.server.canary import Canary
@@ -106,6 +107,9 @@ def check_page_and_schedule(sidecar, vllm, prompt):
     assert total(sidecar, "blasst_layers", path="vote") == 2
     (rank,) = sidecar.get("/v1/blasst/status").json()["ranks"]
     assert (rank["geometry"], rank["generation_seen"]) == ("128x128", 1)
+    assert sorted(rank["served"]) == sorted(SERVED)
+    assert len(rank["served"]["weights"]) == 16
+    assert rank["served"]["dtype"] == "float32"
     steps = [{"up_to": PROMPT_TOKENS - 100, "off": True}, {"mag": 7000}]
     put(sidecar, {"schedule": steps, "min_context": 100})
     admitted = "blasst_requests_admitted_total"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -30,6 +31,7 @@ from blasst.kernels.exchange.layout import (
 from blasst.kernels.exchange.pages import CachedPages, rank_totals
 from blasst.kernels.exchange.prometheus import MOST_CLASSES, PagesCollector
 from blasst.kernels.exchange.stats import Field, StatsWriter
+from blasst.server.metrics import MetricsPage
 from blasst.server.observe import front_end_views, quantile
 
 CELLS = len(LAMBDA_CLASSES) * len(LENGTH_CLASSES)
@@ -169,6 +171,27 @@ def test_many_scrapes_read_the_files_once_per_interval(fake_engine, stats, monke
     now[0] += 0.6
     list(collector.collect())
     assert reads.count(stats) == 2
+
+
+def test_the_metrics_page_is_new_soon_and_costs_a_twentieth_of_a_core_at_most(fake_engine, stats):
+    fake_engine().rank(0)
+    now, made = [100.0], []
+
+    class Slow(PagesCollector):
+        def collect(self):
+            made.append(now[0])
+            now[0] += cost
+            yield from super().collect()
+
+    for cost, least in ((0.001, 0.1), (0.05, 1.0), (1.5, 3.5)):
+        now[0], made[:] = 100.0, []
+        page = MetricsPage(Slow(stats), {}, clock=lambda: now[0])
+        while now[0] < 110.0:
+            page.text()
+            now[0] += 0.01
+        apart = [b - a for a, b in itertools.pairwise(made)]
+        assert min(apart) >= least - 1e-6
+        assert max(apart) <= least + cost + 0.011
 
 
 def test_registering_reads_nothing(stats, monkeypatch):
