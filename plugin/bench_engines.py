@@ -148,6 +148,21 @@ def write_lora(folder: Path, model: Path, deviation: float = LORA_NOISE) -> None
     )
 
 
+def lora_in_order() -> None:
+    """From now on engines of this process multiply with an adapter's first matrix in one part.
+
+    vLLM's kernel adds 8 or 64 parts of each product by atomic additions, in whatever order they
+    end. What VLLM_BATCH_INVARIANT=1 changes there is changed here alone: that variable would give
+    the engine other matrix products and attention as well. Raises AttributeError where vLLM has no
+    such switch.
+    """
+    from vllm.lora.ops.triton_ops import utils
+
+    utils.is_batch_invariant  # noqa: B018  # a release without it would be timed unchanged
+    utils.is_batch_invariant = True
+    utils.get_lora_op_configs.cache_clear()
+
+
 def make_engine(
     model: str | Path,
     backend: str,

@@ -30,6 +30,7 @@ from blasst.plugin.bench_engines import (
     ENVIRONMENT,
     GRAPHS,
     make_engine,
+    on_cpu,
     stock_backend,
     unusable_reason,
     wait_for,
@@ -110,6 +111,7 @@ class _Steps:
                 max_num_seqs=max(*self.batches, 2),
             )
             for name, backend in (("stock", stock_backend()), ("ours", "blasst"))
+            if name == "ours" or args.parts != ["host"]
         }
         self.result["start_s"] = time.monotonic() - self.began
         gc.collect()
@@ -166,12 +168,14 @@ class _Steps:
         return rate
 
     def host_work(self, batch: int) -> dict[str, Any]:
-        """Microseconds of our own functions in steps with batch - 1 decodes and one prompt that
-        votes; `note` of all steps."""
+        """Microseconds of our own functions, and of vLLM's builder of metadata, in steps with
+        batch - 1 decodes and one prompt that votes; `note` of all steps."""
         found: dict[str, list[float]] = {}
-        with _timed(found):
-            for _ in range(5):
-                self.mixed(self.engines["ours"], batch, blasst_mag=MAG)
+        # A builder's clock would time the clocks of what it calls, too.
+        for functions in (_ours(), *([builder] for builder in _builders())):
+            with _timed(found, functions):
+                for _ in range(5):
+                    self.mixed(self.engines["ours"], batch, blasst_mag=MAG)
         rows = {}
         for name, seconds in found.items():
             times = sorted(1e6 * s for s in seconds)
@@ -269,9 +273,26 @@ def _ours() -> list[tuple[Any, str]]:
     ]
 
 
+def _builders() -> list[tuple[Any, str]]:
+    """What makes the metadata of a step: ours with vLLM's in it, and vLLM's alone."""
+    if on_cpu():
+        from blasst.plugin import cpu_backend
+
+        ours: Any = cpu_backend.BlasstCPUBuilder
+    else:
+        from blasst.plugin import cuda_backend
+
+        ours = cuda_backend.BlasstCUDABuilder
+    owners = [owner for owner in ours.__mro__ if "build" in vars(owner)]
+    return [(owner, "build") for owner in owners[:2]]
+
+
 @contextmanager
-def _wrapped(make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    before = [(owner, name, getattr(owner, name)) for owner, name in _ours()]
+def _wrapped(
+    make: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+    functions: Sequence[tuple[Any, str]],
+) -> Iterator[None]:
+    before = [(owner, name, getattr(owner, name)) for owner, name in functions]
     for owner, name, method in before:
         setattr(owner, name, make(f"{owner.__name__}.{name}", method))
     try:
@@ -281,14 +302,17 @@ def _wrapped(make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> I
             setattr(owner, name, method)
 
 
-def _timed(found: dict[str, list[float]]) -> Any:
+def _timed(found: dict[str, list[float]], functions: Sequence[tuple[Any, str]]) -> Any:
     """Seconds of each call in a step that votes."""
+    from blasst.plugin.request_tap import current_votes
 
     def make(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if name.endswith("forward") and getattr(args[ATTN_METADATA], "blasst", None) is None:
                 return method(self, *args, **kwargs)
             if name.endswith("end_step") and not self.voted:
+                return method(self, *args, **kwargs)
+            if name.endswith("build") and current_votes() is None:
                 return method(self, *args, **kwargs)
             began = time.perf_counter()
             result = method(self, *args, **kwargs)
@@ -299,7 +323,7 @@ def _timed(found: dict[str, list[float]]) -> Any:
 
         return run
 
-    return _wrapped(make)
+    return _wrapped(make, functions)
 
 
 def _ranges() -> Any:
@@ -313,7 +337,7 @@ def _ranges() -> Any:
 
         return run
 
-    return _wrapped(make)
+    return _wrapped(make, _ours())
 
 
 def _inside(events: Sequence[Any]) -> Counter[str]:

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from blasst.plugin.bench_server import Server, ServerError, served
 CLIENTS = 8
 CHANGE_S = 20.0
 """How long a change waits for a request that was admitted under it."""
+KEEP_EVERY = 10
+"""Changes between two writings of the result: someone else's limit may end this at any moment."""
 SKIPS_APART = 0.01
 """Ranks add up in another order than one GPU, so that scores near lambda may fall elsewhere."""
 
@@ -127,7 +130,8 @@ def _serve(args: argparse.Namespace, found: Found) -> None:
                 _each_its_own(server, state, prompts, found, args.answer_tokens)
                 _keep(args.out, seen, found)
                 live = [p[: args.live_tokens] for p in prompts]
-                _live_changes(server, state, live, found, started + args.budget_s)
+                keep = partial(_keep, args.out, seen, found)
+                _live_changes(server, state, live, found, started + args.budget_s, keep)
                 found.metrics = _metrics(server.text("/metrics"))
             finally:  # before the server's end, which someone else's limit may not wait for
                 _keep(args.out, seen, found)
@@ -137,7 +141,9 @@ def _keep(out: Path, seen: Path, found: Found) -> None:
     """What is known by now, once there is an answer."""
     _read_records(seen, found)
     if found.answers:
-        out.write_text(json.dumps(asdict(found)))
+        new = out.with_suffix(".new")
+        new.write_text(json.dumps(asdict(found)))
+        new.replace(out)  # whoever collects what is there never finds half of it
 
 
 def _each_its_own(
@@ -160,9 +166,15 @@ def _each_its_own(
 
 
 def _live_changes(
-    server: Server, state: Path, prompts: list[list[int]], found: Found, end: float
+    server: Server,
+    state: Path,
+    prompts: list[list[int]],
+    found: Found,
+    end: float,
+    keep: Callable[[], None],
 ) -> None:
-    """Clients send without a pause; each change waits for a request that began and ended in it."""
+    """Clients send without a pause; each change waits for a request that began and ended in it.
+    keep: called now and then, to write down what is known."""
     done = threading.Event()
     began: list[int] = [0]  # the generation each client's last finished request began in
     lock = threading.Lock()
@@ -189,6 +201,8 @@ def _live_changes(
                 write_desired(state, DesiredState(number, threshold))
                 generation = number
                 _wait_for(lambda number=number: began[0] >= number, clients)
+                if number % KEEP_EVERY == 0:
+                    keep()
         finally:
             done.set()
         for c in clients:

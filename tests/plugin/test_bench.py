@@ -14,7 +14,7 @@ import torch
 
 from blasst.kernels.exchange.layout import RANK, rank_fields
 from blasst.kernels.exchange.stats import StatsWriter
-from blasst.plugin import bench, bench_step
+from blasst.plugin import bench, bench_start, bench_step
 from blasst.plugin.bench_engines import limit_steps, on_cpu, share_weights, tiles
 from blasst.plugin.bench_start import read_log
 
@@ -97,6 +97,17 @@ def test_a_start_says_when_it_was_ready_and_what_the_kernel_took() -> None:
     assert read_log(log) == {"imports_s": 7.5, "engine_s": 12.25, "kernel_s": 2.6}
     assert read_log("blasst-start {}") == {}
     assert read_log("Traceback") is None
+
+
+@pytest.mark.parametrize(("only", "count"), [("", 6), ("at once", 2), ("stock", 2), ("none", 0)])
+def test_some_of_the_starts_can_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: str, count: int
+) -> None:
+    out = tmp_path / "start.json"
+    monkeypatch.setattr(bench_start, "_starts", lambda *given: [{"engine_s": 1.0}])
+    code = bench_start.main(["llama-8b", "--only", only, "--out", str(out)])
+    assert code == (0 if count else 1)
+    assert not count or len(json.loads(out.read_text())) == count
 
 
 class _Engine:

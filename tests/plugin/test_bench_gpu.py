@@ -206,6 +206,7 @@ def test_the_checks_hold_on_a_cpu(
             "blasst.plugin.check_gpu", str(tiny_model), "--short", str(tmp_path / "short"),
             "--long", str(tmp_path / "long"), "--mags", "4500,1000", "--graphs", "eager",
             "--dtype", "float32", "--chunk", "512", "--out", str(tmp_path), "--lora",
+            "--lora-in-order", "--another", "CPU_ATTN",
             "--options", '{"enable_prefix_caching": true}',
             "--steps", "tokens,counts,skips,waits,prefix",
         ],
@@ -214,7 +215,9 @@ def test_the_checks_hold_on_a_cpu(
     found = json.loads((tmp_path / "check.json").read_text())
     steps = ("tokens", "counts", "skips", "waits", "prefix")
     assert all(found[f"{step}, eager"]["held"] for step in steps)
-    assert found["tokens, eager"]["differ"]["without the adapter"] > 0
+    differ = found["tokens, eager"]["differ"]
+    assert differ["without the adapter"] > 0
+    assert differ["CPU_ATTN"] == differ["CPU_ATTN, one by one"] == 0
     assert found["counts, eager"]["largest_share_apart"] == 0
     assert found["waits, eager"]["forward"] > 0
 

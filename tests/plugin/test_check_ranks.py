@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,6 +198,22 @@ def test_what_was_seen_is_written_before_the_server_ends(
         check_ranks.main(["serve", str(tmp_path), "--out", str(out)])
     if answered:
         assert json.loads(out.read_text())["stamped"] == {"own-0": [0.5, 0]}
+
+
+def test_what_is_known_is_kept_between_changes(tmp_path: Path) -> None:
+    """A limit may end the check where nothing of ours can run any more."""
+    server: Any = SimpleNamespace(complete=lambda *given, **named: time.sleep(0.001))
+    found, kept = check_ranks.Found(2, 1), []
+    check_ranks._live_changes(
+        server,
+        tmp_path,
+        [[1]] * 25,
+        found,
+        time.monotonic() + 60,
+        lambda: kept.append(len(found.written)),
+    )
+    assert kept == [10, 20]
+    assert len(found.written) == 25
 
 
 @pytest.mark.vllm
