@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from blasst.evals.errors import InputError
+from blasst.evals.errors import MALFORMED, InputError
+from blasst.evals.identity import said_by_all, same_server
 from blasst.evals.metrics import task_score
 from blasst.evals.store import Record
 from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, order_of, point_of
@@ -68,11 +69,12 @@ class Results:
 
 
 def collect(records: Sequence[Record]) -> Results:
-    """Of the server that the last plan in the file names. Raises InputError without any, or when a
+    """Of the server that the last plan in the file names, and of those plans that say nothing else
+    of theirs (files of two releases put together). Raises InputError without any, or when a
     record is not as `blasst ruler` writes it."""
     try:
         return _collect(records)
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
+    except MALFORMED as e:
         raise InputError(
             f"the results lack a field or hold a wrong type ({e!r}): the file was edited or is of "
             "another release; measure again with another --out"
@@ -84,16 +86,21 @@ def _collect(records: Sequence[Record]) -> Results:
     if not plans:
         raise InputError("the results hold no plan; make them with `blasst ruler sweep` or `run`")
     plan = plans[-1]
-    same = [p for p in plans if p["fingerprint"] == plan["fingerprint"]]
+    same = [p for p in plans if p is plan or same_server(p, plan)]
+    of_it = {p["fingerprint"] for p in same}
     samples = [r for r in records if r["kind"] == "sample"]
     # Measured again (with its NLL, or another answer budget): the last time counts.
     ours = [
         *{
             (r["threshold"], r["task"], r["length"], r["prompt_sha256"], r["pass"]): r
             for r in samples
-            if r["fingerprint"] == plan["fingerprint"]
+            if r["fingerprint"] in of_it
         }.values()
     ]
+    for other in same:
+        _check_plan(other)
+    for record in ours:
+        _check_numbers(record)
     points = sorted(
         {key: point_of(key) for p in same for key in p["thresholds"]}.values(), key=order_of
     )
@@ -115,10 +122,32 @@ def _collect(records: Sequence[Record]) -> Results:
         cells=cells,
         layer_rates=_layer_rates(ours),
         plan=plan | _of_all(same),
-        others=sum(r["fingerprint"] != plan["fingerprint"] for r in samples),
+        others=sum(r["fingerprint"] not in of_it for r in samples),
         accuracy=tuple(_answered(ours)),
         times=tuple(_timed(ours)),
     )
+
+
+def _check_plan(plan: Record) -> None:
+    """Raises TypeError for lists that hold something else, or nothing."""
+    if not isinstance(plan.get("server", {}), dict):
+        raise TypeError(f"server {plan['server']!r}")
+    for name, kind in (("thresholds", str), ("tasks", str), ("lengths", int)):
+        values = plan[name]
+        if not isinstance(values, list) or not values or {*map(type, values)} != {kind}:
+            raise TypeError(f"{name} {values!r}")
+
+
+def _check_numbers(record: Record) -> None:
+    """Raises ValueError for what no measurement gives and a verdict would be made of. An NLL or
+    a time that is NaN only has no mean."""
+    bounds = {"prompt_tokens": (1, math.inf), "visited": (0, math.inf)}
+    bounds["skipped"] = (0, record["visited"])
+    if record["pass"] != "ttft":
+        bounds["match"] = (0, 1)
+    for name, (low, high) in bounds.items():
+        if not low <= float(record[name]) <= high:
+            raise ValueError(f"{name} {record[name]!r}")
 
 
 def _of_all(plans: Sequence[Record]) -> Record:
@@ -128,7 +157,8 @@ def _of_all(plans: Sequence[Record]) -> Record:
     modes = dict.fromkeys(plan.get("mode", "balanced") for plan in plans)
     data = {name: origin for plan in plans for name, origin in plan.get("data", {}).items()}
     found = {"seeds": sorted(seeds), "mode": ", ".join(modes), "data": data}
-    return found if seeds else {}
+    known = {"server": said_by_all(plans)} if "server" in plans[-1] else {}
+    return known | (found if seeds else {})
 
 
 def _answered(records: Sequence[Record]) -> list[Record]:

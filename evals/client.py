@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blasst.evals.errors import InputError, ServerError
+from blasst.evals.connection import base_url, bearer, connect
+from blasst.evals.errors import MALFORMED, InputError, ServerError
 from blasst.evals.metrics import gold_nll
 
 if TYPE_CHECKING:
@@ -48,17 +49,30 @@ class Generation:
 
 
 class AnswerStream:
-    """Puts one streamed answer together; `take` each event with the clock of its arrival."""
+    """Puts one streamed answer together; `take` each line with the clock of its arrival.
+    max_tokens: of the answer. timeout_s: for all of it, however many events come."""
 
-    def __init__(self, url: str, sent_tokens: int, start: float) -> None:
+    def __init__(
+        self, url: str, sent_tokens: int, max_tokens: int, start: float, timeout_s: float
+    ) -> None:
         self._url, self._sent, self._start = url, sent_tokens, start
+        self._max_tokens, self._timeout_s = max_tokens, timeout_s
         self._parts: list[str] = []
         self._tokens: list[str] = []
         self._ttft: float | None = None
         self._finish = ""
         self._usage: Mapping[str, Any] = {}
 
-    def take(self, event: Mapping[str, Any], now: float) -> None:
+    def take(self, line: str, now: float) -> None:
+        """A line of server-sent events. Raises ServerError when the time is up, whatever comes:
+        gateways send comments to keep a connection alive."""
+        if now - self._start > self._timeout_s:
+            raise ServerError(
+                f"{self._url} had not ended its answer after {self._timeout_s:g} s; raise --timeout"
+            )
+        event = event_of(line)
+        if event is None:
+            return
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices", ()):
             text, ended = choice.get("text") or "", choice.get("finish_reason") or ""
@@ -78,12 +92,18 @@ class AnswerStream:
                 f"the server counted {prompt_tokens} prompt tokens of {self._sent} sent: it adds "
                 "or cuts tokens"
             )
+        completion_tokens = int(self._usage.get("completion_tokens", 0))
+        if not 0 <= max(completion_tokens, len(self._tokens)) <= self._max_tokens:
+            raise ServerError(
+                f"the server answered {max(completion_tokens, len(self._tokens))} tokens of "
+                f"{self._max_tokens} asked for: it ignores max_tokens"
+            )
         return Generation(
             text="".join(self._parts),
             ttft_s=self._ttft,
             total_s=now - self._start,
             prompt_tokens=prompt_tokens,
-            completion_tokens=int(self._usage.get("completion_tokens", 0)),
+            completion_tokens=completion_tokens,
             finish_reason=self._finish,
             tokens=tuple(self._tokens),
         )
@@ -93,23 +113,11 @@ class Completions:
     """One server, one model, one request at a time."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str = "") -> None:
-        import httpx
-
         if not 0 < timeout_s < float("inf"):
             raise InputError(f"--timeout {timeout_s:g}: give seconds above 0")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise InputError(f"--url {url!r} is not a URL; such as http://127.0.0.1:8000")
-        self.timeout_s = timeout_s
-        self.headers = headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        try:
-            self._http = httpx.Client(
-                base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False
-            )
-        except (httpx.InvalidURL, ValueError) as e:
-            raise InputError(
-                f"--url {url!r} is not a URL ({e}); such as http://127.0.0.1:8000"
-            ) from e
+        self.url = base_url(url, "--url", "http://127.0.0.1:8000")
+        self.timeout_s, self.headers = timeout_s, bearer(api_key)
+        self._http = connect(self.url, self.headers, timeout_s)
 
     def close(self) -> None:
         self._http.close()
@@ -119,24 +127,24 @@ class Completions:
         with self.errors():
             response = self._http.get("/v1/models")
             served = self._json(response)["data"]
-        found = next((m for m in served if name in (None, m["id"])), None)
-        if found is None:
-            names = ", ".join(m["id"] for m in served) or "none"
-            raise InputError(f"{self.url} serves {names}, not {name!r}; correct --served-model")
-        limit = found.get("max_model_len")
-        return ServedModel(
-            name=str(found["id"]),
-            root=str(found.get("root") or found["id"]),
-            max_model_len=int(limit) if limit else None,
-            version=self._version(),
-        )
+            found = next((m for m in served if name in (None, m["id"])), None)
+            if found is None:
+                names = ", ".join(str(m["id"]) for m in served) or "none"
+                raise InputError(f"{self.url} serves {names}, not {name!r}; correct --served-model")
+            limit = found.get("max_model_len")
+            return ServedModel(
+                name=str(found["id"]),
+                root=str(found.get("root") or found["id"]),
+                max_model_len=int(limit) if limit else None,
+                version=self._version(),
+            )
 
     def _version(self) -> str:
         with self.errors():
             response = self._http.get("/version")
         try:
             return str(response.json()["version"]) if response.status_code == 200 else ""
-        except (ValueError, KeyError, TypeError):
+        except MALFORMED:
             return ""
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,14 +180,14 @@ class Completions:
 
     def _stream(self, body: Mapping[str, Any], sent: int) -> Generation:
         with self.errors():
-            stream = AnswerStream(self.url, sent, time.perf_counter())
+            most, start = int(body["max_tokens"]), time.perf_counter()
+            stream = AnswerStream(self.url, sent, most, start, self.timeout_s)
             with self._http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
                 self.check(response)
                 for line in response.iter_lines():
-                    if (event := event_of(line)) is not None:
-                        stream.take(event, time.perf_counter())
+                    stream.take(line, time.perf_counter())
             return stream.answer(time.perf_counter())
 
     def gold_nll(
@@ -193,7 +201,7 @@ class Completions:
         with self.errors():
             response = self._http.post("/v1/completions", json=body)
             choice = self._json(response)["choices"][0]
-        return gold_nll(choice.get("prompt_logprobs"), len(prompt), gold)
+            return gold_nll(choice.get("prompt_logprobs"), len(prompt), gold)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -211,7 +219,7 @@ class Completions:
             ) from e
         except httpx.HTTPError as e:
             raise ServerError(f"{self.url} broke off ({e!r}); see the server's log") from e
-        except (ValueError, KeyError, IndexError, TypeError) as e:
+        except MALFORMED as e:
             raise ServerError(
                 f"{self.url} does not answer as an OpenAI-compatible server: {e!r}"
             ) from e
@@ -232,7 +240,7 @@ def _reason(response: httpx.Response) -> str:
         body = response.json()
         found = body.get("error", body)
         text = found.get("message") or found.get("detail") or found.get("title") or str(found)
-    except (ValueError, AttributeError):
+    except MALFORMED:
         text = response.text
     return " ".join(str(text).split())[:400]
 

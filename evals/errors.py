@@ -7,6 +7,16 @@ EvalsError (1)
 
 from __future__ import annotations
 
+MALFORMED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What reading a JSON value raises that is not of the form it should have."""
+
 
 class EvalsError(Exception):
     """Base. The message names the value, the rule and the remedy in one line."""

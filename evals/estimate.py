@@ -1,89 +1,83 @@
-"""What a sweep will cost, before it begins: from one dense request at the ends of its lengths."""
+"""What a sweep will cost, before it begins: from single requests at the ends of its lengths."""
 
 from __future__ import annotations
 
-import math
+import time
 from dataclasses import dataclass
 
+from blasst.evals.eta import WAIT_S, Costs, Ends
 from blasst.evals.progress import duration
 from blasst.evals.runner import Runner
 from blasst.evals.samples import Sample
-from blasst.evals.sweep import Plan
+from blasst.evals.sweep import Plan, all_jobs
 
-_CELL_S = 1.0
-"""Setting a threshold, waiting until it is in force, and one short probe."""
 _PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Estimate:
     """seconds: with every request on its own; skipping makes it less. least: with those of the
-    accuracy pass side by side at no cost, which decoding comes near to and long prefills do not."""
+    accuracy pass side by side at no cost, which decoding comes near to and long prefills do not.
+    costs: None with nothing to do."""
 
     requests: int
     prompt_tokens: int
     seconds: float
     least: float
+    costs: Costs | None = None
 
     def words(self) -> str:
         return (
-            f"{self.requests} requests, {self.prompt_tokens / 1e6:.1f} million prompt tokens: at "
+            f"{self.requests} requests, {self.prompt_tokens / 1e6:.2g} million prompt tokens: at "
             f"most about {duration(self.seconds)}, and {duration(self.least)} if requests side by "
             "side cost no more than one"
         )
 
 
-@dataclass(frozen=True)
-class _Cost:
-    tokens: int
-    prefill_s: float
-    token_s: float
-
-
 def estimate(runner: Runner, plan: Plan) -> Estimate:
     """Of what is still to be measured."""
-    todo = [
-        (which, sample)
-        for point in plan.points
-        for which, sample in plan.measurements()
-        if runner.pending([sample], point, which)
-    ]
-    if not todo:
+    jobs = list(all_jobs(runner, plan))
+    if not jobs:
         return Estimate(0, 0, 0.0, 0.0)
+    costs = probe(runner, plan)
+    sent = [prompt for job in jobs for prompt in job.prompts for _ in range(1 + prompt[1])]
+    seconds = least = 0.0
+    for job in jobs:
+        work, waits = sum(job.parts(costs)), WAIT_S * job.waits
+        seconds += waits + work
+        together = runner.options.concurrency if job.kind[0] == "accuracy" else 1
+        least += waits + work / together
+    return Estimate(len(sent), sum(tokens for tokens, _ in sent), seconds, least, costs)
+
+
+def probe(runner: Runner, plan: Plan) -> Costs:
+    """Under the threshold that is in force, at the shortest and the longest prompt; the first
+    request of a server pays for what no later one does, and is not counted."""
     ends = [min(plan.samples, key=_size), max(plan.samples, key=_size)]
     before = runner.sidecar.counters()
-    runner.client.generate(runner.model.name, ends[0].prompt, 1)
-    low, high = (_cost(runner, sample) for sample in ends)
+    name, client = runner.model.name, runner.client
+    client.generate(name, ends[0].prompt, 1)
+    sent = [len(ends[0].prompt)]
+    prefill, nll, token_s = [], [], 0.0
+    for sample in ends:
+        answer = client.generate(name, sample.prompt, _PROBE_TOKENS)
+        prefill.append((len(sample.prompt), answer.ttft_s))
+        token_s = (answer.total_s - answer.ttft_s) / max(1, answer.completion_tokens - 1)
+        sent.append(len(sample.prompt))
+        nll.append((len(sample.prompt), _nll_s(runner, plan, sample, sent)))
     # What is counted late would look like somebody else's traffic in the first cell.
-    sent = 2 * low.tokens + high.tokens
-    runner.sidecar.settled(before, sent - 3, runner.options.settle_s)
-    requests = tokens = 0
-    seconds = least = 0.0
-    for which, sample in todo:
-        prefills = 1 if which == "ttft" or not runner.wants_nll(sample) else 2
-        requests += prefills
-        tokens += prefills * len(sample.prompt)
-        one = prefills * _prefill_s(len(sample.prompt), low, high)
-        one += 0 if which == "ttft" else high.token_s * runner.budget(sample)
-        seconds += one
-        least += one / (runner.options.concurrency if which == "accuracy" else 1)
-    rest = _CELL_S * sum(len(group.points) for group in plan.groups())
-    return Estimate(requests, tokens, seconds + rest, least + rest)
+    runner.sidecar.settled(before, sum(sent) - len(sent), runner.options.settle_s)
+    return Costs(Ends(*prefill), Ends(*nll), token_s)
 
 
-def _cost(runner: Runner, sample: Sample) -> _Cost:
-    answer = runner.client.generate(runner.model.name, sample.prompt, _PROBE_TOKENS)
-    more = max(1, answer.completion_tokens - 1)
-    return _Cost(len(sample.prompt), answer.ttft_s, (answer.total_s - answer.ttft_s) / more)
-
-
-def _prefill_s(tokens: int, low: _Cost, high: _Cost) -> float:
-    """A power law through both ends, between linear and quadratic."""
-    if high.tokens <= low.tokens:
-        return high.prefill_s
-    ratio = max(high.prefill_s, 1e-9) / max(low.prefill_s, 1e-9)
-    power = min(2.0, max(1.0, math.log(ratio) / math.log(high.tokens / low.tokens)))
-    return high.prefill_s * float((tokens / high.tokens) ** power)
+def _nll_s(runner: Runner, plan: Plan, sample: Sample, sent: list[int]) -> float:
+    """0 where no sample's gold NLL is measured."""
+    if not any(runner.wants_nll(s) for s in plan.samples):
+        return 0.0
+    start = time.perf_counter()
+    runner.client.gold_nll(runner.model.name, sample.prompt, sample.gold)
+    sent.append(len(sample.prompt) + len(sample.gold))
+    return time.perf_counter() - start
 
 
 def _size(sample: Sample) -> int:

@@ -13,7 +13,6 @@ from blasst.evals.client import (
     Completions,
     Generation,
     XArgs,
-    event_of,
     request_body,
     scored,
     streamed,
@@ -80,14 +79,14 @@ async def _generate(
 ) -> Generation:
     body = streamed(request_body(model, job.prompt, job.max_tokens, xargs), tokens=True)
     with client.errors():
-        stream = AnswerStream(client.url, len(job.prompt), time.perf_counter())
+        sent, start = len(job.prompt), time.perf_counter()
+        stream = AnswerStream(client.url, sent, job.max_tokens, start, client.timeout_s)
         async with http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 await response.aread()
             client.check(response)
             async for line in response.aiter_lines():
-                if (event := event_of(line)) is not None:
-                    stream.take(event, time.perf_counter())
+                stream.take(line, time.perf_counter())
         return stream.answer(time.perf_counter())
 
 
@@ -104,4 +103,4 @@ async def _gold_nll(
         response = await http.post("/v1/completions", json=body)
         client.check(response)
         choice = response.json()["choices"][0]
-    return gold_nll(choice.get("prompt_logprobs"), len(prompt), gold)
+        return gold_nll(choice.get("prompt_logprobs"), len(prompt), gold)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from blasst.evals.cells import Results
 from blasst.evals.errors import InputError
@@ -16,26 +17,26 @@ from blasst.evals.thresholds import Point, key_of, name_of
 def nvidia_predictions(results: Results, point: Point, length: int, folder: Path) -> list[Path]:
     """TASK.jsonl as `long_context_eval/eval/evaluate.py --data_dir FOLDER` reads them; its scores
     must be those of our report. Raises InputError without answers at this threshold and length."""
-    written = []
-    for task in results.tasks:
-        lines = [
-            {
-                "index": record["index"],
-                "input": "",
-                "pred": record["prediction"],
-                "outputs": record["answers"],
-                "others": {"id": record["sample"]},
-            }
-            for record in results.accuracy
-            if (record["threshold"], record["task"], record["length"])
-            == (key_of(point), task, length)
-        ]
-        if lines:
-            lines.sort(key=lambda line: line["index"])
-            written.append(_write(folder / f"{task}.jsonl", lines))
+    lines_of = {task: _predictions(results, point, length, task) for task in results.tasks}
+    written = [_write(folder / f"{task}.jsonl", lines) for task, lines in lines_of.items() if lines]
     if not written:
         raise InputError(f"the results hold no answer under {name_of(point)} at {length} tokens")
     return written
+
+
+def _predictions(results: Results, point: Point, length: int, task: str) -> list[dict[str, Any]]:
+    lines = [
+        {
+            "index": int(record["index"]),
+            "input": "",
+            "pred": record["prediction"],
+            "outputs": record["answers"],
+            "others": {"id": record["sample"]},
+        }
+        for record in results.accuracy
+        if (record["threshold"], record["task"], record["length"]) == (key_of(point), task, length)
+    ]
+    return sorted(lines, key=lambda line: int(line["index"]))
 
 
 def nvidia_samples(samples: Sequence[Sample], encoder: PromptEncoder, folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from blasst.evals.errors import ServerError
+from blasst.evals.errors import MALFORMED, ServerError
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -54,6 +54,10 @@ def task_score(matches: Sequence[float]) -> float:
     return round(100.0 * sum(matches) / len(matches), 2) if matches else math.nan
 
 
+_ABOVE_ONE = 1e-3
+"""What rounding may make of a logprob of 0."""
+
+
 def gold_nll(
     prompt_logprobs: Sequence[Mapping[str, Any] | None] | None,
     prompt_tokens: int,
@@ -75,11 +79,11 @@ def gold_nll(
     for token, entry in zip(gold, prompt_logprobs[prompt_tokens:], strict=True):
         try:
             logprob = float((entry or {})[str(token)]["logprob"])
-        except (KeyError, TypeError, ValueError):
+        except MALFORMED:
             raise ServerError(
                 f"prompt_logprobs has no logprob of gold token {token}: another tokenizer?"
             ) from None
-        if not math.isfinite(logprob):
+        if not math.isfinite(logprob) or logprob > _ABOVE_ONE:
             raise ServerError(
                 f"the server's logprob of gold token {token} is {logprob}: its computation went "
                 "wrong, see its log"

@@ -6,7 +6,10 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TextIO
+
+from blasst.evals.eta import Costs, Eta, Job
 
 _EVERY_S = 10.0
 
@@ -20,7 +23,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Counts steps of one total and estimates the time left from those done in this run."""
+    """Counts steps of one total and says how long the rest will take."""
 
     def __init__(self, total: int, stream: TextIO | None = None, *, quiet: bool = False) -> None:
         self.total, self.done = total, 0
@@ -29,7 +32,7 @@ class Progress:
         self._start = time.monotonic()
         self._last = -_EVERY_S
         self._live = self._stream.isatty()
-        self._work, self._work_done = float(total), 0.0
+        self._eta = Eta((), Costs.unknown(1, 1))
         self._until = math.inf
         self._lock = threading.Lock()
 
@@ -39,27 +42,28 @@ class Progress:
             self._clear()
             print(text, file=self._stream, flush=True)
 
-    def note(self, work: float) -> None:
+    def learn(self, jobs: Sequence[Job], seconds: float, waited_s: float | None = None) -> None:
+        """How long these took, before they are steps, and how much of it were waits."""
+        self._eta.done(jobs, seconds, waited_s)
+
+    def note(self) -> None:
         """One more is done, and others with it: the last of them is a step, which says so."""
         with self._lock:
             self.done += 1
-            self._work_done += work
 
-    def step(self, what: str, work: float = 1.0) -> None:
-        """One more is done; `what` names it, `work` is its share of the total work."""
+    def step(self, what: str) -> None:
+        """One more is done; `what` names it."""
         with self._lock:
-            self._step(what, work)
+            self._step(what)
 
-    def _step(self, what: str, work: float) -> None:
+    def _step(self, what: str) -> None:
         self.done += 1
-        self._work_done += work
         elapsed = time.monotonic() - self._start
         due = self._live or elapsed - self._last >= _EVERY_S or self.done == self.total
         if self._quiet or not due:
             return
         self._last = elapsed
-        seconds = elapsed * (max(self._work, self._work_done) / self._work_done - 1)
-        left = duration(min(seconds, self._until - time.monotonic()))
+        left = duration(min(self._eta.left(), self._until - time.monotonic()))
         line = f"{self.done}/{self.total}  {what}  elapsed {duration(elapsed)}  left about {left}"
         if self._live:
             self._clear()
@@ -68,10 +72,9 @@ class Progress:
         else:
             print(line, file=self._stream, flush=True)
 
-    def restart(self, total: int, work: float, until: float | None = None) -> None:
+    def restart(self, total: int, eta: Eta, until: float | None = None) -> None:
         """A new total begins, timed from now; until: on time.monotonic(), ended by then anyway."""
-        self.total, self.done = total, 0
-        self._work, self._work_done = work, 0.0
+        self.total, self.done, self._eta = total, 0, eta
         self._until = math.inf if until is None else until
         self._start = time.monotonic()
         self._last = -_EVERY_S

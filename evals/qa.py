@@ -15,7 +15,8 @@ from blasst.evals.texts import QA_DOCUMENT, QA_PREFIX, QA_TEMPLATE
 @dataclass(frozen=True)
 class QaDraft:
     """places: per gold document, the share of documents before it (0..1). others: distractors,
-    those of the same article or question first; ranks: where each stands among the others."""
+    those of the same article or question first, all of them again where they are too few; ranks:
+    where each stands among the others."""
 
     question: Question
     data: QaSet
@@ -62,8 +63,11 @@ def draw(draw: Draw) -> QaDraft:
     rng.shuffle(near)
     inside = {*question.gold, *near}
     # A document takes 40 tokens at least: more than these never fit.
-    far = rng.sample(range(len(data.documents)), min(len(data.documents), draw.length // 40))
+    most = draw.length // 40
+    far = rng.sample(range(len(data.documents)), min(len(data.documents), most))
     others = (*near, *(i for i in far if i not in inside))
+    # SQuAD's end at some 200,000 tokens (NVIDIA's prompts too): here they come again.
+    others *= -(-most // len(others)) if 0 < len(others) < most else 1
     ranks = tuple(rng.random() for _ in others)
     return QaDraft(question, data, draw.spread(len(question.gold)), others, ranks)
 

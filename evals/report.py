@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from blasst.evals.cells import Cell, Results
-from blasst.evals.errors import InputError
+from blasst.evals.errors import MALFORMED, InputError
 from blasst.evals.figures import differences, summary
+from blasst.evals.identity import SERVED, UNKNOWN
 from blasst.evals.plots import Chart, Series, heat_map, legend, line_chart
 from blasst.evals.thresholds import key_of, name_of
 from blasst.evals.verdict import DEFAULT_MARGIN, LengthVerdict, judge
@@ -131,7 +132,7 @@ def as_json(results: Results) -> dict[str, Any]:
             for cell in results.cells
         ],
         "verdicts": verdicts_as_json(judge(results)),
-        "plan": results.plan,
+        "plan": _json(results.plan),
         "other_samples": results.others,
     }
 
@@ -232,16 +233,17 @@ def write_report(results: Results, folder: Path) -> Path:
     """index.html and report.md in `folder`; returns the page's path."""
     try:
         text, html = markdown(results), page(results)
-    except (KeyError, TypeError) as e:
+    except MALFORMED as e:
         raise InputError(
             f"the plan in the results lacks a field or holds a wrong type ({e!r}): the file was "
             "edited or is of another release; measure again with another --out"
         ) from e
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text(text, encoding="utf-8")
         target = folder / "index.html"
-        target.write_text(html, encoding="utf-8")
+        for file, content in ((folder / "report.md", text), (target, html)):
+            # A server's name may hold what UTF-8 does not.
+            file.write_bytes(content.encode(errors="replace"))
     except OSError as e:
         raise InputError(f"{folder} cannot be written: {e.strerror}; give another --out") from e
     return target
@@ -298,6 +300,12 @@ def _notes(results: Results) -> list[str]:
         )
     if holes:
         notes.append(f"{holes} of {len(results.cells)} cells are not measured yet (n = 0).")
+    server = results.plan["server"]
+    if mute := [name.replace("_", " ") for name in SERVED if not _is_said(server.get(name))]:
+        notes.append(
+            f"The server did not say its {', '.join(mute)}: that all answers are of the same is "
+            "not known."
+        )
     if results.others:
         notes.append(
             f"{results.others} samples in the file are of another server, model or setting and "
@@ -315,6 +323,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         ("max_model_len", server["max_model_len"]),
         ("min_context", server["min_context"]),
         ("kernel", plan.get("kernels") or "unknown"),
+        *((name.replace("_", " "), server.get(name) or UNKNOWN) for name in SERVED),
         ("vLLM", server["vllm_version"] or "unknown"),
         ("blasst", server["blasst_version"] or plan["blasst_version"]),
         ("Python", plan["python"]),
@@ -330,12 +339,25 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in facts]
 
 
+def _is_said(value: object) -> bool:
+    return value not in (None, "", UNKNOWN)
+
+
 def _short(name: str) -> str:
     return name.removeprefix("MAG ")
 
 
 def _number(value: float | None, pattern: str) -> str:
     return "-" if value is None or not math.isfinite(value) else pattern.format(value)
+
+
+def _json(value: Any) -> Any:
+    """Without the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return _finite(value) if isinstance(value, float) else value
 
 
 def _finite(value: float) -> float | None:

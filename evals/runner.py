@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from blasst.evals import fanout
 from blasst.evals.client import Completions, Generation, ServedModel
 from blasst.evals.errors import InputError, ServerError
+from blasst.evals.identity import details_of, identity
 from blasst.evals.metrics import match
 from blasst.evals.samples import Sample
 from blasst.evals.sidecar import Counters, Setting, Sidecar
@@ -19,14 +20,14 @@ from blasst.evals.store import Record, Store
 from blasst.evals.tasks import task_named
 from blasst.evals.thresholds import Point, key_of, lambda_at, mag_at, name_of, point_of
 
-RECORD_VERSION = 2
 _REASON = "RULER sweep, "
-"""Begins the reason of a threshold that a sweep sets; of one that it puts back it does not."""
+"""Begins the reason of a threshold that a sweep sets; of what was there before it does not."""
+_OVER = "RULER sweep over"
 Pass = Literal["both", "accuracy", "ttft"]
 """accuracy: answers and gold NLL, many requests at once. ttft: the first token, one at a time.
 both: one at a time, time and answer of the same request."""
 DEFAULT_MIN_CONTEXT = 8192
-"""The engine's own setting, in force where the sidecar names none (prompt tokens)."""
+"""The engine's own setting (prompt tokens), where neither the state nor a front end names one."""
 _PROBE_MIN = 256
 
 
@@ -73,7 +74,8 @@ class Expected:
 
 
 class Runner:
-    """Measures on one server and appends to one store."""
+    """Measures on one server and appends to one store. details: what the server says; identity: of
+    the results. Raises InputError when those in the store are of another server."""
 
     def __init__(
         self,
@@ -88,39 +90,21 @@ class Runner:
         self.initial: Setting = sidecar.get()
         self._set: int | None = None  # the generation that is ours; None while a PUT is on its way
         self._warm: set[tuple[int, bool]] = set()
+        self.waited_s = 0.0  # for thresholds and counters, not for answers
         wanted = options.min_context
         self.min_context = wanted if wanted is not None else self.initial.min_context
-        self.server = self._server_details()
-        self.fingerprint = _sha(json.dumps(self.server, sort_keys=True))
-        self.kernels = sidecar.kernels()
-
-    def _server_details(self) -> dict[str, Any]:
-        """What a result depends on besides prompt and threshold."""
-        return {
-            "model": self.model.name,
-            "root": self.model.root.rstrip("/").rsplit("/", 1)[-1],
-            "max_model_len": self.model.max_model_len,
-            "vllm_version": self.model.version,
-            "blasst_version": self.sidecar.version(),
-            "min_context": self.floor,
-            "record_version": RECORD_VERSION,
-        }
+        engine = sidecar.engine()
+        self.kernels = engine.kernels
+        self.details = details_of(self.model, engine, sidecar.version(), self.floor)
+        self.identity = identity(self.details, store.records, client.url)
+        self.fingerprint = self.identity.fingerprint
 
     @property
     def floor(self) -> int:
         """Prompt tokens below which a request runs dense."""
-        return DEFAULT_MIN_CONTEXT if self.min_context is None else self.min_context
-
-    def check_kernels(self, records: Sequence[Record]) -> None:
-        """Raises InputError when records of this server were measured on another kernel."""
-        for plan in records:
-            had, now = plan.get("kernels") or "", self.kernels
-            same = had.startswith(now) or now.startswith(had)  # a geometry may not be known yet
-            if plan.get("fingerprint") == self.fingerprint and not same:
-                raise InputError(
-                    f"the results were measured on {had}, this server runs {now}: skip "
-                    "rates and answers are not comparable; give another --out"
-                )
+        own = self.initial.own_min_context
+        usual = DEFAULT_MIN_CONTEXT if own is None else own
+        return usual if self.min_context is None else self.min_context
 
     def check_length(self, length: int) -> None:
         """Raises InputError when the server cannot take `length` tokens of prompt and answer."""
@@ -168,13 +152,15 @@ class Runner:
     def warm_up(self, point: Point, sample: Sample) -> None:
         """Once for each length, dense and with a threshold, under the one in force: a prefill that
         is not measured, so that neither has to pay for allocations and caches of the first one."""
-        kind = (sample.length, point is None)
-        if kind in self._warm:
+        if self.is_warm(point, sample):
             return
         before = self.sidecar.counters()
         self.client.generate(self.model.name, sample.prompt, 2)
         self.sidecar.settled(before, len(sample.prompt) - 1, self.options.settle_s)
-        self._warm.add(kind)
+        self._warm.add((sample.length, point is None))
+
+    def is_warm(self, point: Point, sample: Sample) -> bool:
+        return (sample.length, point is None) in self._warm
 
     def run_cell(
         self,
@@ -191,7 +177,8 @@ class Runner:
         Raises ServerError when the threshold is not in force, changes on the way, or a counter
         does not move as this threshold must move it.
         """
-        setting = self.activate(point, samples[0])
+        with self._waiting():
+            setting = self.activate(point, samples[0])
         if which != "accuracy":
             self.warm_up(point, samples[0])
         before = self.sidecar.counters()
@@ -206,9 +193,22 @@ class Runner:
                 break
         return done == len(samples)
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.waited_s += time.monotonic() - start
+
     def activate(self, point: Point, sample: Sample) -> Setting:
         """Set the threshold, send one short probe, and check generation and counters."""
-        reason = _REASON + name_of(point)
+        # A sidecar keeps the reason of a threshold that is set once more, as by restore().
+        own = self.before()
+        as_before = own == {
+            "threshold": key_of(point),
+            "min_context": self.min_context,
+            "schedule": [],
+        }
+        reason = _OVER if as_before else _REASON + name_of(point)
         self._set = None
         setting = self.sidecar.put(point, min_context=self.min_context, reason=reason)
         self._set = setting.generation
@@ -228,7 +228,7 @@ class Runner:
         self.sidecar.put(
             self.initial.threshold,
             min_context=self.initial.min_context,
-            reason="RULER sweep over",
+            reason=_OVER,
             schedule=self.initial.schedule,
         )
 
@@ -248,11 +248,10 @@ class Runner:
         )
         for plan in reversed(self.store.records):
             if (found := plan.get("before", {}).get(self.sidecar.url)) is not None:
-                self.initial = Setting(
-                    generation=self.initial.generation,
+                self.initial = replace(
+                    self.initial,
                     threshold=point_of(found["threshold"]),
                     min_context=found["min_context"],
-                    converged=self.initial.converged,
                     schedule=tuple(found["schedule"]),
                 )
                 return f"{left}; what was there before it is put back at the end"
@@ -287,7 +286,8 @@ class Runner:
         if which != "ttft":
             sent += [len(s.prompt) + len(s.gold) for s in samples if self.wants_nll(s)]
         expected = self._expected(point, sent)
-        after = self.sidecar.settled(before, expected.least, self.options.settle_s)
+        with self._waiting():
+            after = self.sidecar.settled(before, expected.least, self.options.settle_s)
         moved = after.since(before)
         check_counters(moved, expected, point, samples[0].id)
         records = [

@@ -120,6 +120,10 @@ def _reserve(task: Task, gold: tuple[int, ...]) -> int:
     return max(task.max_tokens, len(gold))
 
 
+_STALLS = 8
+"""Sizes without another token: some more words of fwe are none in one or two steps."""
+
+
 def _encoded(draft: Draft, size: int, encoder: PromptEncoder) -> EncodedPrompt:
     text = draft.render(size)
     return encoder.encode(text.user, text.prefix, text.marks)
@@ -147,12 +151,20 @@ def _fill(
     room = length - reserve
     low, best = task.min_size, _smallest(task, draft, length, reserve, encoder)
     high: int | None = None
-    per_unit = task.step
+    per_unit, stalls = task.step, 0
     while high is None or high - low > 1:
         guess = low + max(1, int((room - len(best.ids)) / per_unit))
+        if stalls > _STALLS:
+            guess += 2**stalls
         if high is not None:
             guess = min(guess, high - 1)
         tried = _encoded(draft, guess, encoder)
+        stalls = stalls + 1 if high is None and len(tried.ids) <= len(best.ids) else 0
+        if stalls and guess > 2 * length:  # units of a token at least, but for some of fwe's
+            raise InputError(
+                f"{task.name} has no text for {length} tokens: it ends at {len(best.ids)}; give a "
+                "shorter length"
+            )
         per_unit = max((len(tried.ids) - len(best.ids)) / (guess - low), 0.05)
         if len(tried.ids) <= room:
             low, best = guess, tried

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from blasst.evals.errors import EvalsError, InputError
+from blasst.evals.eta import Costs
+from blasst.evals.identity import Details
 from blasst.evals.progress import Progress
 from blasst.evals.runner import Runner
 from blasst.evals.sweep import (
@@ -24,7 +26,9 @@ Work = Callable[[int, Group], None]
 """Measure a group on endpoint number i, and keep its records."""
 
 
-def run_everywhere(runners: Sequence[Runner], plan: Plan, progress: Progress) -> int:
+def run_everywhere(
+    runners: Sequence[Runner], plan: Plan, progress: Progress, costs: Costs | None = None
+) -> int:
     """Measure what is missing and return how many measurements that were.
 
     All runners share one store and must be of equal servers: a sample may run on any of them, and
@@ -32,14 +36,10 @@ def run_everywhere(runners: Sequence[Runner], plan: Plan, progress: Progress) ->
     """
     first = runners[0]
     if len(runners) == 1:
-        return run_sweep(first, plan, progress)
-    differ = [r.client.url for r in runners if r.server != first.server]
-    if differ:
-        raise InputError(
-            f"{differ[0]} serves another model, version or setting than {first.client.url}; one "
-            "sweep needs equal servers"
-        )
-    pending = announce(first, plan, progress, others=runners[1:])
+        return run_sweep(first, plan, progress, costs=costs)
+    for other in runners[1:]:
+        check_equal(first.details, first.client.url, other.details, other.client.url)
+    pending = announce(first, plan, progress, others=runners[1:], costs=costs, workers=len(runners))
     if not pending:
         return 0
 
@@ -53,6 +53,16 @@ def run_everywhere(runners: Sequence[Runner], plan: Plan, progress: Progress) ->
             with contextlib.suppress(EvalsError):
                 runner.restore()
     return pending - count_pending(first, plan)
+
+
+def check_equal(first: Details, first_url: str, other: Details, url: str) -> None:
+    """Raises InputError naming what differs."""
+    differ = [name for name, value in first.items() if other[name] != value]
+    if differ:
+        words = ", ".join(f"{name} {first[name]} and {other[name]}" for name in differ)
+        raise InputError(
+            f"{first_url} and {url} are different servers ({words}); one sweep needs equal ones"
+        )
 
 
 def share_out(groups: Sequence[Group], endpoints: int, work: Work) -> None:

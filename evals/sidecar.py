@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blasst.evals.errors import InputError, ServerError
+from blasst.evals.connection import base_url, bearer, connect
+from blasst.evals.errors import MALFORMED, ServerError
+from blasst.evals.identity import Engine
 from blasst.kernels.threshold import SkipThreshold
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ Layers = dict[int, tuple[int, int]]
 class Setting:
     """The threshold that the deployment wants (None = dense), and whether it is in force.
     schedule: its steps as a PUT takes them, if it has a threshold for each prompt length. reason:
-    of whoever set it."""
+    of whoever set it. own_min_context: of the engine, in force where min_context is None; None:
+    it does not say."""
 
     generation: int
     threshold: SkipThreshold | None
@@ -35,6 +38,7 @@ class Setting:
     converged: bool
     schedule: tuple[Mapping[str, Any], ...] = ()
     reason: str = ""
+    own_min_context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,18 +74,8 @@ class Sidecar:
     """One `blasst serve` deployment's control endpoint."""
 
     def __init__(self, url: str, *, token: str = "", timeout_s: float = 30.0) -> None:
-        import httpx
-
-        self.url = url.rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
-            raise InputError(f"--sidecar {url!r} is not a URL; such as http://127.0.0.1:8300")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        try:
-            self._http = httpx.Client(
-                base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False
-            )
-        except (httpx.InvalidURL, ValueError) as e:
-            raise InputError(f"--sidecar {url!r} is not a URL ({e})") from e
+        self.url = base_url(url, "--sidecar", "http://127.0.0.1:8300")
+        self._http = connect(self.url, bearer(token), timeout_s)
 
     def close(self) -> None:
         self._http.close()
@@ -124,6 +118,11 @@ class Sidecar:
                 f"{self.url} accepted {threshold or 'dense'} but now wants "
                 f"{setting.threshold or 'dense'}: it ignores what it is told"
             )
+        if setting.min_context != min_context:
+            raise ServerError(
+                f"{self.url} accepted min_context {min_context} but now has "
+                f"{setting.min_context}: it ignores what it is told"
+            )
         return setting
 
     def wait_converged(self, generation: int, timeout_s: float) -> Setting:
@@ -157,13 +156,10 @@ class Sidecar:
         found = re.search(r'^blasst_build_info\{(?:.*,)?version="([^"]*)"', text, re.MULTILINE)
         return found[1] if found else ""
 
-    def kernels(self) -> str:
-        """What votes on the ranks, such as hopper:64x128; several joined, empty where unknown."""
+    def engine(self) -> Engine:
+        """What its ranks say of themselves."""
         with self._errors():
-            ranks = self._ok(self._http.get("/v1/blasst/status")).json()["ranks"]
-            live = [r for r in ranks if r.get("alive", True)]
-            names = {(str(r["impl"]), str(r.get("geometry") or "")) for r in live}
-        return ", ".join(sorted(f"{i}:{g}" if g else i for i, g in names))
+            return Engine.of(self._ok(self._http.get("/v1/blasst/status")).json()["ranks"])
 
     def impl(self) -> str:
         """What computes attention on every rank. Raises ServerError when ranks differ."""
@@ -203,7 +199,7 @@ class Sidecar:
             ) from e
         except httpx.HTTPError as e:
             raise ServerError(f"the sidecar at {self.url} broke off: {e!r}") from e
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except MALFORMED as e:
             raise ServerError(f"{self.url} does not answer as a blasst sidecar: {e!r}") from e
 
     def _ok(self, response: httpx.Response) -> httpx.Response:
@@ -212,7 +208,7 @@ class Sidecar:
         try:
             problem = response.json()
             text = problem.get("detail") or problem.get("title") or str(problem)
-        except (ValueError, AttributeError):
+        except MALFORMED:
             text = response.text
         hint = "; give --token-file" if response.status_code in (401, 403) else ""
         text = " ".join(str(text).split())[:400]
@@ -221,6 +217,8 @@ class Sidecar:
 
 def _setting(body: Mapping[str, Any]) -> Setting:
     raw = body["threshold"]
+    live = [front for front in body.get("front_ends") or () if front.get("alive")]
+    own = [int(front["min_context"]) for front in live if front.get("min_context") is not None]
     return Setting(
         generation=int(body["generation"]),
         threshold=None if raw is None else SkipThreshold.parse(raw["unit"], raw["value"]),
@@ -228,6 +226,7 @@ def _setting(body: Mapping[str, Any]) -> Setting:
         converged=bool(body["converged"]),
         schedule=tuple(_step(step) for step in body.get("schedule") or ()),
         reason=str(body.get("reason") or ""),
+        own_min_context=max(own, default=None),
     )
 
 

@@ -9,12 +9,13 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import threading
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-from blasst.evals.errors import InputError
+from blasst.evals.errors import MALFORMED, InputError
 
 Record = dict[str, Any]
 
@@ -42,6 +43,11 @@ class ResultStore:
             self._file: IO[bytes] = open(path, "a+b", 0)  # noqa: SIM115 - held until close()
         except OSError as e:
             raise InputError(f"{path} cannot be written: {e.strerror}") from e
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise InputError(
+                f"{path} is no ordinary file, which a resume needs; give another --out"
+            )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_there():  # the run before ended empty and took it away just now
@@ -129,7 +135,7 @@ def parse_lines(data: bytes, path: Path) -> list[Record]:
             record = json.loads(line)
             if not isinstance(record["kind"], str):
                 raise TypeError("kind")
-        except (ValueError, KeyError, TypeError, RecursionError) as e:
+        except MALFORMED as e:
             raise InputError(
                 f"{path}, line {number}, is not a result ({e!r}): the file was edited or is of "
                 "another program; give another --out"

@@ -9,18 +9,19 @@ import contextlib
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from blasst.evals.errors import EvalsError, InputError
+from blasst.evals.eta import Costs, Eta, Job
 from blasst.evals.machine import describe_machine
 from blasst.evals.progress import Progress
 from blasst.evals.runner import Pass, Runner
 from blasst.evals.samples import Sample
 from blasst.evals.store import Record
 from blasst.evals.thresholds import Point, key_of, name_of
-from blasst.evals.timebox import Pace, TimeBox, left_out_words, work_of
+from blasst.evals.timebox import Pace, TimeBox, left_out_words
 
 _MARGIN = 1.2
 """On what a group is expected to take: the machine may have a slower moment."""
@@ -91,13 +92,20 @@ class Plan:
         ]
 
 
-def run_sweep(runner: Runner, plan: Plan, progress: Progress, box: TimeBox | None = None) -> int:
+def run_sweep(
+    runner: Runner,
+    plan: Plan,
+    progress: Progress,
+    box: TimeBox | None = None,
+    costs: Costs | None = None,
+) -> int:
     """Measure what is missing and return how many measurements that were.
 
-    box: groups that do not fit are left out whole, and one line says which; the first one always
-    runs. The deployment's own threshold is put back afterwards, also after an error or Ctrl-C.
+    costs: of the estimate, for the time left. box: groups that do not fit are left out whole, and
+    one line says which; the first one always runs. The deployment's own threshold is put back
+    afterwards, also after an error or Ctrl-C.
     """
-    pending = announce(runner, plan, progress, box)
+    pending = announce(runner, plan, progress, box, costs=costs)
     if not pending:
         return 0
     try:
@@ -120,12 +128,14 @@ def announce(
     progress: Progress,
     box: TimeBox | None = None,
     others: Sequence[Runner] = (),
+    costs: Costs | None = None,
+    workers: int = 1,
 ) -> int:
     """Check that the plan can run, write it down, set the progress; how much there is to do."""
+    check_plan(runner, plan)
     killed = [(r, words) for r in (runner, *others) if (words := r.recover())]
     for _, words in killed:
         progress.say(words)
-    runner.check_length(max(max(plan.lengths()), max(sample.need for sample in plan.samples)))
     pending = count_pending(runner, plan)
     if not pending:
         progress.say("everything is measured already")
@@ -133,12 +143,33 @@ def announce(
             other.restore()
         return 0
     prompts = [len(sample.prompt) for sample in plan.samples]
-    runner.check_in_force(plan.points, max(prompts))
     if short := sum(tokens < runner.floor for tokens in prompts):
         progress.say(
             f"{short} of {len(prompts)} prompts are below min_context {runner.floor} and run dense "
             "under every threshold: no verdict will be GO where they are (--min-context)"
         )
+    total = len(plan.measurements()) * len(plan.points)
+    if missing := runner.identity.not_noted:
+        progress.say(
+            f"the results do not note their server's {', '.join(missing)}: taken as this one's"
+        )
+    if pending < total:
+        progress.say(f"resuming: {total - pending} of {total} measurements are there already")
+    before = {r.sidecar.url: r.before() for r in (runner, *others)}
+    runner.store.append(_plan_record(runner, plan) | {"before": before})
+    known = costs or Costs.unknown(min(prompts), max(prompts))
+    eta = Eta(all_jobs(runner, plan), known, runner.options.concurrency, workers)
+    progress.restart(pending, eta, None if box is None else box.end)
+    return pending
+
+
+def check_plan(runner: Runner, plan: Plan) -> None:
+    """Raises InputError for samples that this server cannot measure, or in which no threshold would
+    be in force."""
+    runner.check_length(max(max(plan.lengths()), max(sample.need for sample in plan.samples)))
+    if not count_pending(runner, plan):
+        return
+    runner.check_in_force(plan.points, max(len(sample.prompt) for sample in plan.samples))
     made = {(sample.tokenizer_sha256, sample.prompt_format) for sample in plan.samples}
     if len(made) > 1:
         raise InputError(
@@ -146,19 +177,34 @@ def announce(
             "make them again with one --model"
         )
     runner.check_tokenizer(plan.samples[0])
-    total = len(plan.measurements()) * len(plan.points)
-    if pending < total:
-        progress.say(f"resuming: {total - pending} of {total} measurements are there already")
-    before = {r.sidecar.url: r.before() for r in (runner, *others)}
-    runner.store.append(_plan_record(runner, plan) | {"before": before})
-    work = sum(
-        work_of(sample.length)
-        for point in plan.points
-        for which, sample in plan.measurements()
-        if runner.pending([sample], point, which)
-    )
-    progress.restart(pending, work, None if box is None else box.end)
-    return pending
+
+
+def all_jobs(runner: Runner, plan: Plan) -> Iterator[Job]:
+    """What is still to be measured."""
+    for group in plan.groups():
+        for point in group.points:
+            yield from jobs_of(runner, group, point)
+
+
+def jobs_of(runner: Runner, group: Group, point: Point, *, cold: bool = False) -> list[Job]:
+    """What is missing of a group under one point, as it is sent. cold: with the warm-up that goes
+    first where there was none yet."""
+    todo = runner.pending(group.samples, point, group.which)
+    if not todo:
+        return []
+    together, answers = group.which == "accuracy", group.which != "ttft"
+    warm_up = cold and not together and not runner.is_warm(point, todo[0])
+    return [
+        Job(
+            (group.which, group.length, point is not None and len(sent[0].prompt) >= runner.floor),
+            # The threshold that is set, its probe, and the counters.
+            3 if sent[0] is todo[0] else 1,
+            tuple((len(s.prompt), answers and runner.wants_nll(s)) for s in sent)
+            + ((len(todo[0].prompt), False),) * (warm_up and sent[0] is todo[0]),
+            sum(runner.budget(s) for s in sent) if answers else 0,
+        )
+        for sent in ([todo] if together else [[sample] for sample in todo])
+    ]
 
 
 def count_pending(runner: Runner, plan: Plan) -> int:
@@ -210,12 +256,18 @@ def run_group(
             return False
         todo = runner.pending(group.samples, point, group.which)
         what = f"{name_of(point)}, {group.task} at {group.length}"
+        jobs = iter(jobs_of(runner, group, point, cold=True))
+        since, waited = time.monotonic(), runner.waited_s
 
-        def go_on(sample: Sample, last: bool, what: str = what) -> bool:
-            if last:
-                progress.step(what, work_of(sample.length))
-            else:
-                progress.note(work_of(sample.length))
+        def go_on(sample: Sample, last: bool, what: str = what, jobs: Iterator[Job] = jobs) -> bool:
+            nonlocal since, waited
+            if not last:
+                progress.note()
+                return True
+            now = time.monotonic()
+            progress.learn([next(jobs)], now - since, runner.waited_s - waited)
+            since, waited = now, runner.waited_s
+            progress.step(what)
             return latest is None or time.monotonic() < latest
 
         if todo and not runner.run_cell(
@@ -238,7 +290,7 @@ def _plan_record(runner: Runner, plan: Plan) -> dict[str, object]:
     return {
         "kind": "plan",
         "fingerprint": runner.fingerprint,
-        "server": runner.server,
+        "server": runner.identity.server,
         "kernels": runner.kernels,
         "thresholds": [key_of(point) for point in plan.points],
         "lengths": plan.lengths(),

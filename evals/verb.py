@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from blasst.evals import verb_measure, verb_server
-from blasst.evals.errors import EvalsError, InputError
+from blasst.evals.errors import MALFORMED, EvalsError, InputError
 from blasst.evals.verb_measure import say
 from blasst.evals.verb_options import (
     add_generator_options,
@@ -136,14 +138,47 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen sub-verb; failures become one line and an exit code."""
     handler: Callable[[argparse.Namespace], int] = args.ruler_handler
     try:
-        with terminate_as_interrupt():
-            return handler(args)
+        with terminate_as_interrupt(), _of_results(getattr(args, "results", None)):
+            return _judged(handler, args) if getattr(args, "judges", False) else handler(args)
     except EvalsError as e:
         print(f"blasst: error: {e}", file=sys.stderr)
         return 3 if getattr(args, "judges", False) else e.exit_code
     except KeyboardInterrupt:
         print("blasst: interrupted; the same command resumes", file=sys.stderr)
         return 130
+
+
+def _judged(handler: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """A verdict that nobody could read is none, and neither is a fault of this program: no 1."""
+    if sys.stdout is None:  # Python's word for a closed one
+        raise InputError("the verdict cannot be written: standard output is closed")
+    try:
+        code = handler(args)
+        sys.stdout.flush()
+    except (EvalsError, KeyboardInterrupt, *MALFORMED):
+        raise
+    except OSError as e:
+        # Python would try it again at the end, and end with 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise InputError(f"the verdict cannot be written: {e.strerror}") from e
+    except Exception:  # whatever it is, it ends the program as Python would, but for the code
+        traceback.print_exc()
+        return 3
+    return code
+
+
+@contextlib.contextmanager
+def _of_results(path: Path | None) -> Iterator[None]:
+    """What reading a damaged file of results raises somewhere, as one line: 1 would be a NO-GO."""
+    try:
+        yield
+    except MALFORMED as e:
+        if path is None:
+            raise
+        raise InputError(
+            f"{path} lacks a field or holds a wrong type ({e!r}): it was edited or is of another "
+            "release; measure again with another --out"
+        ) from e
 
 
 @contextlib.contextmanager

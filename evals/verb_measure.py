@@ -20,6 +20,7 @@ from blasst.evals.verb_options import (
 )
 
 if TYPE_CHECKING:
+    from blasst.evals.eta import Costs
     from blasst.evals.progress import Progress
     from blasst.evals.runner import Runner, RunOptions
     from blasst.evals.samples import Sample
@@ -89,16 +90,19 @@ def _measure(
     """The server is asked first: generating samples for one that is not there is time lost."""
     from blasst.evals.cells import collect
     from blasst.evals.estimate import estimate
+    from blasst.evals.on_ray import the_package
     from blasst.evals.progress import Progress
     from blasst.evals.report import as_json, as_text, write_report
     from blasst.evals.runner import RunOptions
     from blasst.evals.scaleout import run_everywhere
     from blasst.evals.store import ResultStore
-    from blasst.evals.sweep import Plan
+    from blasst.evals.sweep import Plan, check_plan
 
     if args.timed < 0:
         raise InputError(f"--timed {args.timed}: give at least 0")
     points = points_of(args, DEFAULT_MAGS)
+    if args.ray is not None:
+        the_package()
     options = RunOptions(
         max_tokens=args.max_tokens,
         nll=args.nll,
@@ -111,7 +115,6 @@ def _measure(
         progress = Progress(0)
         stack.callback(progress.close)
         runners = runners_of(args, store, options, stack)
-        runners[0].check_kernels(store.records)
         _check_lengths(args, runners[0], points)
         together = options.concurrency > 1
         samples = make()
@@ -122,15 +125,16 @@ def _measure(
             timed=args.timed if together else None,
             data=_data_of(samples) | data,
         )
+        check_plan(runners[0], plan)
         cost = estimate(runners[0], plan)
         if cost.requests:
             progress.say(f"blasst: {cost.words()}")
         if args.dry_run:
             return 0
         if args.ray is not None:
-            _on_ray(args, plan, store, options, progress)
+            _on_ray(args, plan, store, options, progress, cost.costs)
         else:
-            run_everywhere(runners, plan, progress)
+            run_everywhere(runners, plan, progress, cost.costs)
         results = collect(store.records)
     if args.report is not None:
         say(f"report: {write_report(results, args.report)}")
@@ -176,9 +180,19 @@ def _on_ray(
     store: ResultStore,
     options: RunOptions,
     progress: Progress,
+    costs: Costs | None,
 ) -> None:
     from blasst.evals.on_ray import Endpoint, run_on_ray
 
     token = token_of(args)
     endpoints = [Endpoint(u, s, token, args.timeout) for u, s in endpoints_of(args)]
-    run_on_ray(endpoints, plan, store, options, progress, name=args.served_model, address=args.ray)
+    run_on_ray(
+        endpoints,
+        plan,
+        store,
+        options,
+        progress,
+        name=args.served_model,
+        address=args.ray,
+        costs=costs,
+    )

@@ -153,6 +153,11 @@ def endpoints_of(args: argparse.Namespace) -> list[tuple[str, str]]:
         raise InputError(
             f"{len(args.url)} --url and {len(args.sidecar)} --sidecar: give one sidecar a server"
         )
+    for option, urls in (("--url", args.url), ("--sidecar", args.sidecar)):
+        if len(set(urls)) < len(urls):
+            raise InputError(
+                f"{option} names {max(urls, key=urls.count)} twice: one sweep at a time on a server"
+            )
     return list(zip(args.url, args.sidecar, strict=True))
 
 

@@ -95,7 +95,10 @@ def calibrate(args: argparse.Namespace) -> int:
             geometry = PresetGeometry.parse(args.geometry)
         except PresetError as e:
             raise InputError(str(e)) from e
-        model, data, version = server["model"], str(args.results), server["vllm_version"]
+        if "model" not in server:
+            raise InputError(f"{args.results} does not say which model it is of; measure again")
+        model, data = str(server["model"]), str(args.results)
+        version = str(server.get("vllm_version") or "")
     else:
         model, geometry, points, data, version = _calibrate_server(args)
     preset = program.preset_of(model, geometry, points, data, version)
@@ -165,15 +168,16 @@ class _Nowhere:
 def preset(args: argparse.Namespace) -> int:
     """Show a preset, or turn it into or out of a checkpoint's sparse_attention_config."""
     from blasst.kernels.exchange.presets import PresetError
+    from blasst.kernels.threshold import ThresholdError
 
     try:
         found = _from_config(args) if args.from_config else _load(args.preset)
+        threshold = None if args.target is None else found.threshold(args.target)
         if args.from_config:
             _write(args.preset, found.dumps())
         if args.to_config is not None:
             _to_config(args.to_config, found, args.target)
-        threshold = None if args.target is None else found.threshold(args.target)
-    except PresetError as e:
+    except (PresetError, ThresholdError) as e:
         raise InputError(str(e)) from e
     if args.json:
         print(found.dumps() if threshold is None else json.dumps({"scale": threshold.value}))

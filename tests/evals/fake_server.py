@@ -33,8 +33,12 @@ class Fake:
     (None: no such endpoint)."""
 
     name: str = "fake-model"
+    root: str = ""
+    version: str = "0.0-fake"
     max_model_len: int = 4096
     min_context: int | None = 512
+    own_min_context: int | None = None
+    """What its front end was started with, in force where min_context is None."""
     generation: int = 0
     threshold: dict[str, Any] | None = None
     faults: set[str] = field(default_factory=set)
@@ -53,6 +57,8 @@ class Fake:
     """Tiles as a kernel makes them: query heads, tile_m, and a, b of lambda L = a exp(b s)."""
     impl: str = "cpu"
     geometry: str = ""
+    served: dict[str, str] = field(default_factory=dict)
+    """What its rank says that it computes with."""
     start_id: int = 1
     prefix_tokens: int = 0
     prefix_hits: int = 0
@@ -66,11 +72,14 @@ class Fake:
         for unit in ("mag", "lambda", "scale"):
             if f"blasst_{unit}" in xargs:
                 chosen = {"unit": unit, "value": float(xargs[f"blasst_{unit}"])}
-        if chosen is None or tokens < (self.min_context or 0):
+        if chosen is None or tokens < self.floor():
             return None
         if chosen["unit"] == "mag":
             return float(2 ** (-chosen["value"] / 1000))
         return float(chosen["value"]) / (tokens if chosen["unit"] == "scale" else 1)
+
+    def floor(self) -> int:
+        return self.min_context if self.min_context is not None else self.own_min_context or 0
 
     def admit(self, body: dict[str, Any]) -> float | None:
         """Count one request; its lambda."""
@@ -133,7 +142,10 @@ class Fake:
             "lambda": None,
             "min_context": self.min_context,
             "converged": "never-converges" not in self.faults,
-            "front_ends": [],
+            "front_ends": [
+                {"alive": True, "min_context": self.own_min_context},
+                {"alive": False, "min_context": 7},
+            ],
             "reason": self.puts[-1].get("reason", "") if self.puts else "",
         }
 
@@ -172,11 +184,12 @@ def _add_vllm(app: FastAPI, fake: Fake) -> None:
 
     @app.get("/version")
     def version() -> dict[str, str]:
-        return {"version": "0.0-fake"}
+        return {"version": fake.version}
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        card = {"id": fake.name, "root": "/m/" + fake.name, "max_model_len": fake.max_model_len}
+        root = fake.root or "/m/" + fake.name
+        card = {"id": fake.name, "root": root, "max_model_len": fake.max_model_len}
         return {"data": [card]}
 
     @app.post("/detokenize")
@@ -235,11 +248,18 @@ async def _stream(fake: Fake, body: dict[str, Any]) -> AsyncIterator[str]:
     answer = fake.answers.get(tuple(body["prompt"]), " nothing")
     for start in range(0, len(answer), 16):
         yield event(answer[start : start + 16])
+    while "never-ends" in fake.faults:
+        await asyncio.sleep(0.05)
+        yield event("x")
+    while "only-pings" in fake.faults:
+        await asyncio.sleep(0.05)
+        yield ": ping\n\n"
     if "breaks-off-late" in fake.faults:
         return
     yield event("", "length")
     tokens = len(body["prompt"]) + ("adds-a-token" in fake.faults)
-    usage = {"prompt_tokens": tokens, "completion_tokens": 5}
+    said = 5 if "ignores-max-tokens" in fake.faults else 0
+    usage = {"prompt_tokens": tokens, "completion_tokens": min(5, body["max_tokens"]) + said * 20}
     yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
     yield "data: [DONE]\n\n"
 
@@ -262,20 +282,26 @@ def _add_sidecar(app: FastAPI, fake: Fake) -> None:
             return JSONResponse({"detail": "Send If-Match."}, status_code=428)
         if if_match != f'"{fake.generation}"' or "loses-races" in fake.faults:
             return JSONResponse({"detail": "stale"}, status_code=412)
-        fake.puts.append(body)
         wanted = {u: body[u] for u in ("mag", "lambda", "scale") if u in body}
+        same = [{"unit": u, "value": v} for u, v in wanted.items()] == [fake.threshold][
+            : bool(fake.threshold)
+        ]
+        if fake.puts and same and body.get("min_context") == fake.min_context and not fake.faults:
+            return answer()  # as the sidecar: no new generation, and the reason of the first
+        fake.puts.append(body)
         fake.threshold = None
         for unit, value in wanted.items():
             fake.threshold = {"unit": unit, "value": value}
         if "keeps-its-own" in fake.faults:
             fake.threshold = {"unit": "mag", "value": 9999.0}
-        fake.min_context = body.get("min_context")
+        fake.min_context = 7 if "other-context" in fake.faults else body.get("min_context")
         fake.generation += 1
         return answer()
 
     @app.get("/v1/blasst/status")
     def status() -> dict[str, Any]:
-        return {"ranks": [{"impl": fake.impl, "geometry": fake.geometry, "alive": True}]}
+        rank = {"impl": fake.impl, "geometry": fake.geometry, "alive": True}
+        return {"ranks": [rank | {"served": fake.served} if fake.served else rank]}
 
     @app.get("/metrics")
     def metrics() -> Response:

@@ -63,6 +63,8 @@ def test_a_signal_waits_until_the_files_are_in_place(
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", interrupted)
+    # Whoever starts the tests in the background of a shell hands them an ignored SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     over = threading.Event()
     # One more thread, which could take the signal in place of the main one.
     thread = threading.Thread(target=over.wait)
@@ -73,6 +75,7 @@ def test_a_signal_waits_until_the_files_are_in_place(
     finally:
         over.set()
         thread.join()
+        signal.signal(signal.SIGINT, before)
     assert [(tmp_path / name).read_text() for name in NAMES] == ["second"] * 2
 
 

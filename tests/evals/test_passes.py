@@ -104,8 +104,8 @@ def test_an_accuracy_cell_whose_counters_do_not_move_is_an_error(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
     class Late(Progress):
-        def step(self, what: str, work: float = 1.0) -> None:
-            super().step(what, work)
+        def step(self, what: str) -> None:
+            super().step(what)
             fake.faults = {"foreign-traffic"}
 
     plan = Plan(POINTS, samples, chunk=2, timed=0)

@@ -165,7 +165,7 @@ def test_the_default_model_is_that_of_the_measurements() -> None:
     with torch.device("meta"):
         model = RetrievalModel(Shape())
     assert sum(p.numel() for p in model.parameters()) == 25_698_816
-    assert Training().total_s == 1100
+    assert Training().total_s == 885
     assert [max(stage.lengths) for stage in curriculum()] == [256, 1024, 4096, 16384, 32768]
 
 

@@ -87,39 +87,35 @@ def test_a_finished_sweep_sends_nothing_and_a_longer_one_only_the_rest(
     assert sweep(connect, path, Plan(POINTS, samples[:3])) == 3
 
 
-@pytest.mark.parametrize("change", ["model", "min_context", "max_tokens"])
-def test_other_settings_are_other_measurements(
-    change: str, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+def test_another_answer_budget_is_another_measurement(
+    tmp_path: Path, connect: Connect, samples: list[Sample]
 ) -> None:
     path = tmp_path / "r.jsonl"
     plan = Plan(POINTS[:1], samples[:1])
     sweep(connect, path, plan)
-    options: dict[str, Any] = {}
-    if change == "model":
-        fake.name = "another"
-    elif change == "min_context":
-        options = {"min_context": 600}
-    else:
-        options = {"max_tokens": 5}
-    assert sweep(connect, path, plan, **options) == 1
+    assert sweep(connect, path, plan, max_tokens=5) == 1
 
 
+@pytest.mark.parametrize("timed", [None, 1], ids=["one pass", "two passes"])
 def test_results_cut_off_anywhere_are_completed_to_the_same(
-    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+    timed: int | None, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
     path = tmp_path / "r.jsonl"
-    plan = Plan(POINTS[:2], samples[:2])
+    plan = Plan(POINTS[:2], samples[:2], timed=timed)
     sweep(connect, path, plan)
     whole = path.read_bytes()
-    measured = {r["key"]: r["gold_nll"] for r in read_results(path) if r["kind"] == "sample"}
+    measured = {r["key"]: r.get("gold_nll") for r in read_results(path) if r["kind"] == "sample"}
+    rate = {c.point: c.skip_rate for c in collect(read_results(path)).cells}[POINTS[1]]
     rng = random.Random(5)
     cuts = [0, len(whole) - 1, whole.index(b"\n"), whole.index(b"\n") + 1]
-    for cut in [*cuts, *rng.sample(range(len(whole)), 12)]:
+    for cut in [*cuts, *rng.sample(range(len(whole)), 6)]:
         path.write_bytes(whole[:cut])
         sweep(connect, path, plan)
         again = [r for r in read_results(path) if r["kind"] == "sample"]
         assert len(again) == len(measured), f"cut at byte {cut}"
-        assert {r["key"]: r["gold_nll"] for r in again} == measured
+        assert {r["key"]: r.get("gold_nll") for r in again} == measured
+        found = {c.point: c.skip_rate for c in collect(read_results(path)).cells}
+        assert found[POINTS[1]] == pytest.approx(rate, rel=0.01)
 
 
 def test_a_killed_process_resumes(
@@ -195,6 +191,8 @@ FAULTS = {
     "cuts-prompts": "truncates prompts",
     "breaks-off": "ended before the answer did",
     "breaks-off-late": "ended before the answer did",
+    "ignores-max-tokens": "it ignores max_tokens",
+    "other-context": "accepted min_context 512 but now has 7",
     "refuses": "HTTP 400: no room",
 }
 
@@ -211,12 +209,28 @@ def test_a_server_with_a_fault_is_an_error(
     assert not voting
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+@pytest.mark.parametrize("fault", ["never-ends", "only-pings"])
+def test_an_answer_that_never_ends_is_an_error(
+    concurrency: int, fault: str, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    """Each line of it comes soon enough."""
+    plan = Plan(POINTS[:1], samples[:1], timed=0)
+    words = "had not ended its answer after 0.5 s; raise --timeout"
+    with ResultStore(tmp_path / "r.jsonl") as store:
+        runner = connect(store, concurrency=concurrency)
+        runner.activate(None, samples[0])
+        fake.faults, runner.client.timeout_s = {fault}, 0.5
+        with pytest.raises(ServerError, match=words):
+            runner._answers(plan.samples, "accuracy")
+
+
 def test_a_fault_that_begins_in_the_middle_is_an_error(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
     class Late(Progress):
-        def step(self, what: str, work: float = 1.0) -> None:
-            super().step(what, work)
+        def step(self, what: str) -> None:
+            super().step(what)
             fake.faults = {"ignores-threshold"}
 
     with (
@@ -232,8 +246,8 @@ def test_a_threshold_that_someone_sets_again_in_a_cell_is_an_error(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
     class Meddler(Progress):
-        def step(self, what: str, work: float = 1.0) -> None:
-            super().step(what, work)
+        def step(self, what: str) -> None:
+            super().step(what)
             fake.generation += 1  # to the same threshold: no counter tells
 
     with (
@@ -290,8 +304,8 @@ class Clock(Progress):
         clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
         monkeypatch.setattr("blasst.evals.sweep.time", clock)
 
-    def step(self, what: str, work: float = 1.0) -> None:
-        super().step(what, work)
+    def step(self, what: str) -> None:
+        super().step(what)
         self.now += self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
 
     def say(self, text: str) -> None:

@@ -37,6 +37,22 @@ def test_a_sweep_in_which_no_threshold_is_in_force_is_refused(
     sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[:1], samples[:1]), min_context=2000)
 
 
+def test_the_min_context_that_a_server_was_started_with_is_known(
+    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    fake.min_context, fake.own_min_context = None, 600
+    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS, samples[:1]))
+    found = read_results(tmp_path / "r.jsonl")
+    assert found[0]["server"]["min_context"] == 600
+    assert {body.get("min_context") for body in fake.puts} == {None}
+    fake.own_min_context = 2000
+    with pytest.raises(InputError, match="below min_context 2000 and run dense"):
+        sweep(connect, tmp_path / "s.jsonl", Plan(POINTS, samples[:1]))
+    fake.own_min_context = None  # of an older release: vLLM's front end has the usual one
+    with pytest.raises(InputError, match="below min_context 8192 and run dense"):
+        sweep(connect, tmp_path / "s.jsonl", Plan(POINTS, samples[:1]))
+
+
 def test_samples_of_two_tokenizers_are_refused(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
@@ -47,28 +63,12 @@ def test_samples_of_two_tokenizers_are_refused(
     assert not fake.prompts
 
 
-def test_results_of_another_kernel_are_not_continued(
-    tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
-) -> None:
-    """Everything that the fingerprint knows is the same; the counters and answers are not."""
-    fake.impl, fake.geometry = "hopper", "64x128"
-    sweep(connect, tmp_path / "r.jsonl", Plan(POINTS[:1], samples[:1]))
-    with ResultStore(tmp_path / "r.jsonl") as store:
-        connect(store).check_kernels(store.records)
-        fake.geometry = ""
-        connect(store).check_kernels(store.records)
-        fake.impl, fake.geometry = "triton", "128x64"
-        with pytest.raises(InputError, match="measured on hopper:64x128, this server runs triton"):
-            connect(store).check_kernels(store.records)
-        connect(store, min_context=300).check_kernels(store.records)
-
-
 def test_a_server_that_was_started_again_is_an_error(
     tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
 ) -> None:
     class Restart(Progress):
-        def step(self, what: str, work: float = 1.0) -> None:
-            super().step(what, work)
+        def step(self, what: str) -> None:
+            super().step(what)
             fake.vote, fake.dense, fake.visited = 0, 0, [0, 0]
 
     with ResultStore(tmp_path / "r.jsonl") as store:
@@ -100,6 +100,21 @@ def test_what_a_killed_sweep_left_is_not_what_is_put_back(
         )
     assert "a sweep that was killed left" in said.getvalue()
     assert (fake.threshold, fake.min_context) == ({"unit": "mag", "value": 9000.0}, 600)
+
+
+@pytest.mark.parametrize("min_context", [None, 500])
+def test_a_sweep_that_ended_by_itself_is_not_taken_for_one_that_was_killed(
+    min_context: int | None, tmp_path: Path, fake: Any, connect: Connect, samples: list[Sample]
+) -> None:
+    fake.min_context, said = None, io.StringIO()
+    fake.own_min_context = 500
+    for name in ("one", "other"):
+        with ResultStore(tmp_path / name) as store:
+            # Dense comes last, and is what was there before.
+            plan = Plan([*POINTS[1:], None], samples[:1])
+            run_sweep(connect(store, min_context=min_context), plan, Progress(0, said))
+    assert (fake.threshold, fake.min_context) == (None, None)
+    assert "killed" not in said.getvalue()
 
 
 def test_what_a_killed_sweep_of_other_results_left_is_said(

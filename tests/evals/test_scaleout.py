@@ -17,7 +17,7 @@ from blasst.evals.cells import collect
 from blasst.evals.client import Completions
 from blasst.evals.errors import InputError, ServerError
 from blasst.evals.estimate import estimate
-from blasst.evals.on_ray import Endpoint, measure_group, run_on_ray
+from blasst.evals.on_ray import Begun, Endpoint, measure_group, run_on_ray
 from blasst.evals.progress import Progress
 from blasst.evals.recommend import as_words, recommend
 from blasst.evals.runner import Runner, RunOptions
@@ -89,8 +89,9 @@ def test_unequal_endpoints_are_refused(
     tmp_path: Path, two: tuple[list[Any], Urls], runners_on: Any, samples: list[Sample]
 ) -> None:
     fakes, urls = two
-    fakes[1].max_model_len = 2048
-    with ResultStore(tmp_path / "r") as store, pytest.raises(InputError, match="equal servers"):
+    fakes[0].served, fakes[1].served = {"dtype": "bfloat16"}, {"dtype": "float32"}
+    words = "different servers .dtype bfloat16 and float32.; one sweep needs equal ones"
+    with ResultStore(tmp_path / "r") as store, pytest.raises(InputError, match=words):
         run_everywhere(runners_on(urls, store), Plan(POINTS, samples), Progress(0, quiet=True))
 
 
@@ -113,14 +114,17 @@ def test_a_group_measured_far_away_gives_the_same_records(
     plan = Plan(POINTS, samples, chunk=2, timed=0)
     options = RunOptions(settle_s=0.5, concurrency=2)
     endpoint = Endpoint(urls[0], urls[0])
-    records = [
-        r for g in plan.groups() for r in measure_group(endpoint, g, options, None, frozenset())
-    ]
     with ResultStore(tmp_path / "r") as store:
-        run_everywhere(runners_on(urls[:1], store), plan, Progress(0, quiet=True))
+        (runner,) = runners_on(urls[:1], store)
+        run_everywhere([runner], plan, Progress(0, quiet=True))
+    begun = Begun(urls[0], runner.details, runner.fingerprint, frozenset())
+    records = [r for g in plan.groups() for r in measure_group(endpoint, g, options, None, begun)]
     assert {r["key"] for r in records} == set(answers(tmp_path / "r"))
-    done = frozenset(r["key"] for r in records)
+    done = replace(begun, done=frozenset(r["key"] for r in records))
     assert measure_group(endpoint, plan.groups()[0], options, None, done) == []
+    other = replace(begun, details=runner.details | {"weights": "abc"})
+    with pytest.raises(InputError, match=r"weights abc and unknown"):
+        measure_group(endpoint, plan.groups()[0], options, None, other)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +178,8 @@ def test_unequal_servers_of_a_cluster_are_refused(
 ) -> None:
     fakes, urls = two
     fakes[1].max_model_len = 2048
-    with pytest.raises(InputError, match="equal servers"):
+    words = r"^http\S+ and http\S+ are different servers \(max_model_len 4096 and 2048\)"
+    with pytest.raises(InputError, match=words):
         on_ray(urls, Plan(POINTS, samples, chunk=2, timed=0), tmp_path / "r")
 
 

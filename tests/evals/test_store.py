@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,13 @@ from blasst.evals.store import ResultStore, read_results
 def test_two_runs_on_one_file_are_refused(tmp_path: Path) -> None:
     with ResultStore(tmp_path / "r.jsonl"), pytest.raises(InputError, match="another run"):
         ResultStore(tmp_path / "r.jsonl")
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "pipe", "no ordinary file")):
+        with pytest.raises(InputError, match=words):
+            ResultStore(path)
 
 
 def test_a_run_without_a_record_leaves_no_file(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,6 +86,50 @@ def test_the_gold_document_stands_anywhere(encoder: PromptEncoder, full: Haystac
     assert len(tenths) == 10
     assert max(tenths.values()) <= 8
     assert len({sample.answers for sample in made}) == 40
+
+
+def test_documents_that_are_too_few_come_again_and_the_gold_ones_once(
+    encoder: PromptEncoder, essay: tuple[str, ...]
+) -> None:
+    """SQuAD's end at some 200,000 tokens."""
+    few = Haystack(essay, lambda task: QaSet(QUESTIONS[:5], DOCUMENTS[:12]))
+    for sample in generate("qa_1", 8192, 2, seed=1, encoder=encoder, haystack=few):
+        assert len(sample.prompt) + sample.max_tokens > 0.97 * 8192
+        counts = Counter(re.findall(r"Title (\d+)\n", encoder.decode(sample.prompt)))
+        question = next(q for q in QUESTIONS if q.answers == sample.answers)
+        assert {counts[str(gold)] for gold in question.gold} == {1}
+        assert max(counts.values()) > 2
+
+
+def test_a_size_without_another_token_is_not_the_end_of_a_text(
+    encoder: PromptEncoder, full: Haystack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fwe at 1,024 tokens with seed 78."""
+    draft = tasks()["vt"].draw(Draw("vt", 4096, 1, 0, full))
+    least = tasks()["vt"].min_size
+    some: Any = SimpleNamespace(
+        gold=draft.gold,
+        answers=draft.answers,
+        render=lambda size: draft.render(least if size < least + 3 else size),
+    )
+    task = replace(tasks()["vt"], draw=lambda draw: some, step=1e6)
+    monkeypatch.setattr("blasst.evals.samples.task_named", lambda name: task)
+    (sample,) = generate("vt", 4096, 1, seed=1, encoder=encoder, haystack=full)
+    assert len(sample.prompt) + sample.max_tokens > 0.97 * 4096
+
+
+def test_texts_that_end_are_a_clear_error(
+    encoder: PromptEncoder, full: Haystack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a search without an end."""
+    draft = tasks()["vt"].draw(Draw("vt", 4096, 1, 0, full))
+    end: Any = SimpleNamespace(
+        gold=draft.gold, answers=draft.answers, render=lambda size: draft.render(min(size, 9))
+    )
+    task = replace(tasks()["vt"], draw=lambda draw: end)
+    monkeypatch.setattr("blasst.evals.samples.task_named", lambda name: task)
+    with pytest.raises(InputError, match=r"vt has no text for 4096 tokens: it ends at \d+"):
+        next(generate("vt", 4096, 1, seed=1, encoder=encoder, haystack=full))
 
 
 def test_each_list_of_words_has_its_own_order(encoder: PromptEncoder, full: Haystack) -> None:

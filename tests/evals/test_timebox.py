@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import time
-
 import pytest
 
-from blasst.evals.progress import Progress
-from blasst.evals.timebox import Pace, left_out_words, work_of
+from blasst.evals.timebox import Pace, left_out_words
 
 
 def test_a_length_not_measured_yet_is_foreseen_from_the_nearest() -> None:
@@ -29,16 +25,3 @@ def test_one_line_says_what_is_missing() -> None:
     assert left_out_words(planned, missing) == (
         "left out: b at 2; 1 sample instead of 2: a at 1, b at 1"
     )
-
-
-def test_the_time_left_counts_long_prompts_as_longer_and_ends_with_the_limit() -> None:
-    for until, least, most in ((None, 900, 1100), (30.0, 20, 30)):
-        stream = io.StringIO()
-        progress = Progress(0, stream)
-        work = work_of(1024) + work_of(102400)
-        now = time.monotonic()
-        progress.restart(2, work, None if until is None else now + until)
-        progress._start = now - 1.0
-        progress.step("x", work_of(1024))
-        minutes, seconds = stream.getvalue().strip().rpartition(" ")[2].split(":")
-        assert least <= 60 * int(minutes) + int(seconds) <= most

@@ -79,6 +79,8 @@ def results(
         (500, 0.002, 0.002, "GO", "at most"),
         (100, 0.10, 0.0, "NO-GO", "worse by more than 1"),
         (15, 0.9, 0.0, "NO-GO", "worse by more than 1"),
+        (5, 0.9, 0.0, "NO-GO", "worse by more than 1"),
+        (4, 0.9, 0.0, "INCONCLUSIVE", "under 5 a task's scatter is not known"),
         (15, 0.0, 0.0, "INCONCLUSIVE", "60 pairs; under 299"),
         (100, 0.03, 0.03, "INCONCLUSIVE", "neither excluded nor shown"),
     ],
