@@ -27,7 +27,8 @@ SERVED = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
 )
-"""What the ranks of a server say of it."""
+"""What the ranks of a server say of it, by its API alone: a test compares kernels.exchange.layout,
+which nothing here may import."""
 Details = dict[str, Any]
 
 
@@ -101,8 +102,8 @@ def identity(now: Details, records: Sequence[Record], url: str) -> Identity:
             f"the results are not of {url} as it serves now: {words}; give another --out, or serve "
             "as then"
         )
-    noted = {name: had[name] if _says(had, name) else UNKNOWN for name in now}
-    missing = tuple(name for name in now if noted[name] == UNKNOWN and _says(now, name))
+    noted = {name: had[name] if says(had, name) else UNKNOWN for name in now}
+    missing = tuple(name for name in now if noted[name] == UNKNOWN and says(now, name))
     return Identity(fingerprint, noted, missing)
 
 
@@ -111,7 +112,7 @@ def same_server(one: Record, other: Record) -> bool:
     if one["fingerprint"] == other["fingerprint"]:
         return True
     first, second = _details_in(one), _details_in(other)
-    known = all(_says(details, "record_version") for details in (first, second))
+    known = all(says(details, "record_version") for details in (first, second))
     # Either may be the one that names its kernel's geometry.
     return known and not (different(first, _said(second)) and different(second, _said(first)))
 
@@ -119,7 +120,7 @@ def same_server(one: Record, other: Record) -> bool:
 def said_by_all(plans: Sequence[Record]) -> Details:
     """What the last of these plans of one server says, unknown where one of them does not."""
     every = [_details_in(plan) for plan in plans]
-    mute = {name for name in SERVED if not all(_says(details, name) for details in every)}
+    mute = {name for name in SERVED if not all(says(details, name) for details in every)}
     server = dict(plans[-1]["server"])
     return server | {name: UNKNOWN for name in mute if name in server}
 
@@ -132,7 +133,7 @@ def different(had: Details, now: Details) -> str:
     """What the two say that is not the same; empty where everything is that the first says."""
     found = []
     for name, value in now.items():
-        if name == "record_version" or not _says(had, name) or had[name] == value:
+        if name == "record_version" or not says(had, name) or had[name] == value:
             continue
         # An older release named a kernel without its geometry.
         if name != "kernel" or not str(value).startswith(f"{had[name]}:"):
@@ -141,10 +142,10 @@ def different(had: Details, now: Details) -> str:
 
 
 def _said(details: Details) -> Details:
-    return {name: value for name, value in details.items() if _says(details, name)}
+    return {name: value for name, value in details.items() if says(details, name)}
 
 
-def _says(details: Details, name: str) -> bool:
+def says(details: Details, name: str) -> bool:
     return details.get(name) not in (None, "", UNKNOWN)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from blasst.evals.cells import Cell, Results
 from blasst.evals.errors import MALFORMED, InputError
 from blasst.evals.figures import differences, summary
-from blasst.evals.identity import SERVED, UNKNOWN
+from blasst.evals.identity import SERVED, UNKNOWN, says
 from blasst.evals.plots import Chart, Series, heat_map, legend, line_chart
 from blasst.evals.thresholds import key_of, name_of
 from blasst.evals.verdict import DEFAULT_MARGIN, LengthVerdict, judge
@@ -301,7 +301,7 @@ def _notes(results: Results) -> list[str]:
     if holes:
         notes.append(f"{holes} of {len(results.cells)} cells are not measured yet (n = 0).")
     server = results.plan["server"]
-    if mute := [name.replace("_", " ") for name in SERVED if not _is_said(server.get(name))]:
+    if mute := [name.replace("_", " ") for name in SERVED if not says(server, name)]:
         notes.append(
             f"The server did not say its {', '.join(mute)}: that all answers are of the same is "
             "not known."
@@ -337,10 +337,6 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         ("server fingerprint", plan["fingerprint"]),
     ]
     return [(name, str(value)) for name, value in facts]
-
-
-def _is_said(value: object) -> bool:
-    return value not in (None, "", UNKNOWN)
 
 
 def _short(name: str) -> str:
